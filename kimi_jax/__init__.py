@@ -1,0 +1,1 @@
+"""Kimi K3, Kimi Linear and K2 in JAX."""

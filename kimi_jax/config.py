@@ -1,0 +1,377 @@
+"""Every setting of a run, as nested frozen dataclasses.
+
+A config file in `configs/` builds one `Config`; the command line overrides its fields. Checks that need only
+the numbers themselves are made when a dataclass is built (`__post_init__`), so an impossible model cannot
+exist; checks that need data or a disk are made by `kimi_jax.train` before the first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message carries the numbers and the mend."""
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _check(value >= 1, f"{type(config).__name__}.{name}={value} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDAConfig:
+    """Kimi Delta Attention (Kimi Linear report, section 3; K3 report, section 2)."""
+
+    num_heads: int
+    head_dim: int
+    """Width of keys and of values, per head."""
+    conv_size: int = 4
+    """Taps of the causal short convolution on q, k and v."""
+    gate_lower_bound: float | None = None
+    """K3: g = bound * sigmoid(exp(A_log) u), bound = -5. None (Kimi Linear): g = -exp(A_log) softplus(u)."""
+    full_rank_gate: bool = False
+    """K3: the output gate is one matrix. False (Kimi Linear): rank head_dim."""
+    chunk_size: int = 64
+
+    def __post_init__(self):
+        _positive(self, "num_heads", "head_dim", "conv_size", "chunk_size")
+        bound = self.gate_lower_bound
+        _check(
+            bound is None or bound < 0,
+            f"gate_lower_bound={bound} must be negative, or None for the softplus gate",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+    """Multi-head latent attention without positions (NoPE)."""
+
+    num_heads: int
+    q_lora_rank: int | None
+    """Rank of the query projection; None for one plain matrix (Kimi Linear)."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    """Width of the key part shared by all heads. It is not rotated in these models, but takes part."""
+    v_head_dim: int
+    output_gate: bool = False
+
+    def __post_init__(self):
+        _positive(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        _check(
+            self.q_lora_rank is None or self.q_lora_rank >= 1,
+            f"q_lora_rank={self.q_lora_rank} must be at least 1",
+        )
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts; with `latent_size` the routed experts live in a narrower space (Stable LatentMoE)."""
+
+    num_experts: int
+    experts_per_token: int
+    num_shared_experts: int
+    hidden_size: int
+    """Width inside one expert (`moe_intermediate_size`)."""
+    latent_size: int | None = None
+    latent_norm: bool = False
+    """RMSNorm on the weighted sum of expert outputs, before the projection back to the model's width."""
+    renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self):
+        _positive(self, "num_experts", "experts_per_token", "hidden_size")
+        _check(
+            self.experts_per_token < self.num_experts,
+            f"experts_per_token={self.experts_per_token} must be smaller than num_experts={self.num_experts}: "
+            "balancing needs the best expert that was not chosen",
+        )
+        _check(
+            self.num_shared_experts >= 0, f"num_shared_experts={self.num_shared_experts} must not be negative"
+        )
+        _check(not self.latent_norm or self.latent_size is not None, "latent_norm=True needs a latent_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One model of the family. K3 and Kimi Linear differ in these values only."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    mla_layers: tuple[int, ...]
+    """0-based layers with Gated MLA; every other layer is KDA."""
+    num_dense_layers: int
+    """The first layers, which have a dense MLP of `dense_hidden_size` in place of experts."""
+    dense_hidden_size: int
+    kda: KDAConfig
+    mla: MLAConfig
+    moe: MoEConfig
+    situ_beta: float | None = None
+    """SiTU-GLU cap on the gate branch; None for SwiGLU."""
+    situ_linear_beta: float | None = None
+    """SiTU-GLU cap on the up branch; None leaves it uncapped."""
+    attn_res_block_size: int | None = None
+    """Layers in a block of Attention Residuals; None for standard residual connections."""
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    dtype: Dtype = "float32"
+    """Compute dtype. What must be exact (gates, state, router, softmax, norms, loss) is at least float32."""
+    param_dtype: Dtype = "float32"
+    remat: Literal["none", "full"] = "none"
+    """full: the backward pass recomputes each layer from its input."""
+    max_position_embeddings: int = 1048576
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+    pad_token_id: int = 2
+
+    def __post_init__(self):
+        _positive(self, "vocab_size", "hidden_size", "num_layers", "dense_hidden_size")
+        _check(
+            all(0 <= layer < self.num_layers for layer in self.mla_layers)
+            and list(self.mla_layers) == sorted(set(self.mla_layers)),
+            f"mla_layers={self.mla_layers} must be rising layer numbers from 0 to {self.num_layers - 1}",
+        )
+        _check(
+            0 <= self.num_dense_layers <= self.num_layers,
+            f"num_dense_layers={self.num_dense_layers} must lie between 0 and num_layers={self.num_layers}",
+        )
+        size = self.attn_res_block_size
+        _check(size is None or size >= 1, f"attn_res_block_size={size} must be at least 1, or None")
+        _check(
+            self.situ_linear_beta is None or self.situ_beta is not None,
+            f"situ_linear_beta={self.situ_linear_beta} needs situ_beta; set both, or neither for SwiGLU",
+        )
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            _check(
+                0 <= value < self.vocab_size, f"{name}={value} is outside the vocabulary of {self.vocab_size}"
+            )
+
+    @property
+    def kda_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.mla_layers)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(range(self.num_dense_layers, self.num_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Per-Head Muon for matrices, AdamW for the rest, QK-Clip, and expert balancing."""
+
+    learning_rate: float
+    """Peak rate, for Muon and AdamW alike (Muon's update is scaled to AdamW's RMS)."""
+    warmup_fraction: float = 0.01
+    """Part of all steps with a linearly rising rate; a cosine to zero follows."""
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    qk_clip: float = 100.0
+    """Largest attention logit a head may have before its query and key weights are scaled down."""
+    balance: Literal["quantile", "sign"] = "quantile"
+    """How the router's correction bias moves: Quantile Balancing (K3), or a fixed step by the sign (earlier models)."""
+    balance_rate: float = 1e-3
+    """The fixed step of `balance="sign"`."""
+
+    def __post_init__(self):
+        _check(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
+        _check(0 <= self.warmup_fraction < 1, f"warmup_fraction={self.warmup_fraction} must lie in [0, 1)")
+        _check(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative")
+        for name in ("momentum", "adam_b1", "adam_b2"):
+            value = getattr(self, name)
+            _check(0 <= value < 1, f"{name}={value} must lie in [0, 1)")
+        _check(self.qk_clip > 0, f"qk_clip={self.qk_clip} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where text comes from. `kind="stdlib"` is the source code of the running Python's standard library."""
+
+    kind: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
+    """text: a file, or every file of a folder that matches `glob`, one document each."""
+    path: str = ""
+    glob: str = "**/*"
+    text_field: str = "text"
+    """Field (jsonl) or column (parquet) with the text."""
+    prompt_field: str | None = None
+    """Field whose text comes before `text_field`'s, is seen by the model and carries no loss."""
+    weight: float = 1.0
+    """Share of this source in a mixture; shares are relative."""
+
+    def __post_init__(self):
+        _check(self.kind == "stdlib" or bool(self.path), f'a source of kind "{self.kind}" needs a path')
+        _check(
+            self.weight > 0,
+            f"weight={self.weight} of a source must be positive; leave the source out instead",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """bytes: 256 bytes and specials. bpe: byte-level BPE trained on the training text when the run begins.
+    tokenizers: a `tokenizer.json`. tiktoken: a rank file with Kimi's special tokens."""
+
+    kind: Literal["bytes", "bpe", "tokenizers", "tiktoken"] = "bytes"
+    path: str = ""
+    """The file, for `tokenizers` and `tiktoken`."""
+
+    def __post_init__(self):
+        needs = self.kind in ("tokenizers", "tiktoken")
+        _check(
+            bool(self.path) == needs,
+            f'tokenizer kind "{self.kind}" ' + ("needs a path" if needs else "takes no path"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    sequence_length: int
+    """Tokens of a row; documents are split to it and packed into it."""
+    batch_size: int
+    """Rows of one optimizer step, over all its micro-batches."""
+    sources: tuple[Source, ...] = (Source(),)
+    validation: tuple[Source, ...] = ()
+    """Validation text; empty: `validation_fraction` of the training documents, set apart by document."""
+    validation_fraction: float = 0.02
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    on_error: Literal["skip", "raise"] = "skip"
+    """What a malformed line, an unreadable file or a missing field does; it is reported and counted either way."""
+
+    def __post_init__(self):
+        _positive(self, "sequence_length", "batch_size")
+        _check(len(self.sources) >= 1, "data.sources is empty; name at least one source")
+        _check(
+            bool(self.validation) or 0 < self.validation_fraction < 1,
+            f"validation_fraction={self.validation_fraction} must lie in (0, 1) when no validation source is given",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int
+    seed: int = 0
+    accumulation: int = 1
+    """Micro-batches of one step; gradients are weighted by their token counts."""
+    eval_every: int = 100
+    eval_tokens: int = 200_000
+    """Validation tokens of an evaluation during training; the last one reads all of them."""
+    checkpoint_every: int = 100
+    keep_last: int = 2
+    """Newest checkpoints kept."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of this step are never deleted."""
+    spike_threshold: float = 2.0
+    """A loss (nats a token) this far above the running median skips the step; off during warmup."""
+    max_skips: int = 10
+    """Skipped steps in a row after which the run stops."""
+    tensorboard: bool = False
+    runs_dir: str = "runs"
+    sample_prompt: str = ""
+    sample_tokens: int = 200
+
+    def __post_init__(self):
+        _positive(
+            self,
+            "steps",
+            "accumulation",
+            "eval_every",
+            "eval_tokens",
+            "checkpoint_every",
+            "keep_last",
+            "max_skips",
+        )
+        _check(
+            self.keep_every is None or self.keep_every >= 1,
+            f"keep_every={self.keep_every} must be at least 1, or None",
+        )
+        _check(self.spike_threshold > 0, f"spike_threshold={self.spike_threshold} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    name: str
+    """Folder of the run under `train.runs_dir`."""
+    model: ModelConfig
+    optim: OptimConfig
+    data: DataConfig
+    train: TrainConfig
+
+    def __post_init__(self):
+        rows, parts = self.data.batch_size, self.train.accumulation
+        _check(
+            rows % parts == 0,
+            f"batch_size={rows} does not divide into accumulation={parts} micro-batches; "
+            f"set train.accumulation to one of {[n for n in range(1, rows + 1) if rows % n == 0]}",
+        )
+        _check(
+            self.data.sequence_length <= self.model.max_position_embeddings,
+            f"sequence_length={self.data.sequence_length} is over the model's "
+            f"max_position_embeddings={self.model.max_position_embeddings}",
+        )
+        _check(
+            bool(self.name) and "/" not in self.name,
+            f"name={self.name!r} must be the name of a folder, without '/'",
+        )
+
+
+def to_dict(config) -> dict:
+    """The config as plain nested dicts, lists and scalars: what `config.json` holds."""
+    return dataclasses.asdict(config)
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> file of the configs that come with the package, in a checkout and in an installed wheel alike."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "configs", here.parent / "configs"):
+        if (folder / "k3_tiny.py").is_file():
+            return {path.stem: path for path in sorted(folder.glob("*.py"))}
+    raise ConfigError(f"no configs beside {here}; the installation is incomplete, install kimi_jax again")
+
+
+def load_config(name: str) -> Config:
+    """Returns the `config` of a shipped config's name or of a path to a `.py` file.
+
+    Raises:
+        ConfigError: the name is unknown (with the nearest ones), or the file has no `config`.
+    """
+    if name.endswith(".py"):
+        path = Path(name)
+        _check(path.is_file(), f"no config file {name}")
+    else:
+        known = shipped_configs()
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        mend = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+        _check(name in known, f"no config named {name!r} ({mend}); a path to a .py file works too")
+        path = known[name]
+    spec = importlib.util.spec_from_file_location(f"_kimi_jax_config_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = getattr(module, "config", None)
+    _check(
+        isinstance(config, Config),
+        f"{path} must define `config`, a kimi_jax.config.Config; it has {type(config).__name__}",
+    )
+    assert isinstance(config, Config)
+    return config
