@@ -104,9 +104,7 @@ class MoEConfig:
             f"experts_per_token={self.experts_per_token} must be smaller than num_experts={self.num_experts}: "
             "balancing needs the best expert that was not chosen",
         )
-        _check(
-            self.num_shared_experts >= 0, f"num_shared_experts={self.num_shared_experts} must not be negative"
-        )
+        _check(self.num_shared_experts >= 0, f"num_shared_experts={self.num_shared_experts} must not be negative")
         _check(not self.latent_norm or self.latent_size is not None, "latent_norm=True needs a latent_size")
 
 
@@ -162,9 +160,7 @@ class ModelConfig:
         )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
-            _check(
-                0 <= value < self.vocab_size, f"{name}={value} is outside the vocabulary of {self.vocab_size}"
-            )
+            _check(0 <= value < self.vocab_size, f"{name}={value} is outside the vocabulary of {self.vocab_size}")
 
     @property
     def kda_layers(self) -> tuple[int, ...]:

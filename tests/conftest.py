@@ -25,9 +25,7 @@ def rel_to_max(actual, expected) -> float:
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     assert np.isfinite(actual).all()
-    return float(
-        np.max(np.abs(actual - expected), initial=0.0) / max(np.max(np.abs(expected), initial=0.0), 1e-12)
-    )
+    return float(np.max(np.abs(actual - expected), initial=0.0) / max(np.max(np.abs(expected), initial=0.0), 1e-12))
 
 
 @pytest.fixture
