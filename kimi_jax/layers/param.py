@@ -163,3 +163,13 @@ def inverse_softplus_dt(rng: np.random.Generator, shape: tuple[int, ...]) -> np.
     """Mamba-2's dt_bias: softplus^-1(dt), dt = exp(U(log 1e-3, log 1e-1)), at least 1e-4."""
     dt = np.maximum(np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), shape)), 1e-4)
     return dt + np.log(-np.expm1(-dt))
+
+
+def einsum(spec: str, x: jax.Array, weight: nnx.Param) -> jax.Array:
+    """x times a weight, computed and returned in x's dtype."""
+    return jnp.einsum(spec, x, weight.get_value().astype(x.dtype))
+
+
+def exact_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Dtype of what a bf16 model still stores exactly (A_log, dt_bias, conv, o_norm, correction bias)."""
+    return jnp.promote_types(dtype, jnp.float32)

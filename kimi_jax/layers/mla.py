@@ -1,0 +1,119 @@
+"""Gated multi-head latent attention without positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kimi_jax.cache import MLACache
+from kimi_jax.config import ModelConfig
+from kimi_jax.layers.kda import FROM_HEADS, PER_HEAD, TO_HEADS, VECTOR
+from kimi_jax.layers.mlp import MATRIX
+from kimi_jax.layers.param import QKClip, einsum, normal, ones, param
+from kimi_jax.ops.attention import attention
+from kimi_jax.ops.norm import rms_norm
+
+LORA_NORM_EPS = 1e-6
+"""The released code builds the norms of both low-rank projections with its class default, not `rms_norm_eps`."""
+
+
+class Slots(NamedTuple):
+    """Which cache slots a call's queries may see, shared by all MLA layers."""
+
+    queries: jax.Array
+    """`[b, t]`: document of each of the call's tokens, 1 for the one that the cache holds, 0 for padding."""
+    keys: jax.Array
+    """`[b, s]`: document of each slot, 0 for none."""
+    start: jax.Array
+    """Slot of the call's first token."""
+
+
+class MLA(nnx.Module):
+    """o = softmax([q_nope, q_rope] [k_nope, k_rope]^T / sqrt(width)) v, y = (o sigmoid(x W_g)) W_o.
+
+    k_nope and v come from a latent of `kv_lora_rank` numbers a token, k_rope is shared by all heads,
+    neither is rotated.
+    """
+
+    def __init__(self, config: ModelConfig, stack: tuple[int, ...]):
+        self.config = config
+        c, d, h = config.mla, config.hidden_size, config.mla.num_heads
+        dtype, init = jnp.dtype(config.param_dtype), normal(config.initializer_range)
+
+        def weight(shape, axes, rule, clip=None):
+            return param(shape, axes, init, rule, stack=stack, dtype=dtype, clip=clip)
+
+        def norm(size):
+            return param((size,), "rank", ones, VECTOR, stack=stack, dtype=dtype)
+
+        # gamma is shared between query and key; the key's second part belongs to no head, so the query takes all of it.
+        clip_q = QKClip(((c.qk_nope_head_dim, 0.5), (c.qk_rope_head_dim, 1.0)))
+        if c.q_lora_rank is None:
+            self.w_q = weight((d, h, c.qk_head_dim), "embed heads head_dim", PER_HEAD, clip_q)
+        else:
+            self.w_q_a = weight((d, c.q_lora_rank), "embed rank", MATRIX)
+            self.q_norm = norm(c.q_lora_rank)
+            self.w_q_b = weight((c.q_lora_rank, h, c.qk_head_dim), "rank heads head_dim", PER_HEAD, clip_q)
+        self.w_kv_a = weight((d, c.kv_lora_rank + c.qk_rope_head_dim), "embed rank", MATRIX)
+        self.kv_norm = norm(c.kv_lora_rank)
+        clip_k = QKClip(((c.qk_nope_head_dim, 0.5),))
+        self.w_k_b = weight((c.kv_lora_rank, h, c.qk_nope_head_dim), "rank heads head_dim", PER_HEAD, clip_k)
+        self.w_v_b = weight((c.kv_lora_rank, h, c.v_head_dim), "rank heads head_dim", PER_HEAD)
+        if c.output_gate:
+            self.w_g = weight((d, h, c.v_head_dim), "embed heads head_dim", TO_HEADS)
+        self.w_o = weight((h, c.v_head_dim, d), "heads head_dim embed", FROM_HEADS)
+
+    def __call__(
+        self, x: jax.Array, documents: jax.Array | None, cache: MLACache | None, slots: Slots | None
+    ) -> tuple[jax.Array, MLACache | None, jax.Array]:
+        """x `[b, t, d]` -> y `[b, t, d]`, the cache after these tokens, and the largest logit of each head `[h]`."""
+        c = self.config.mla
+        if c.q_lora_rank is None:
+            q = einsum("btd,dhk->bthk", x, self.w_q)
+        else:
+            q_latent = rms_norm(einsum("btd,dr->btr", x, self.w_q_a), self.q_norm.get_value(), eps=LORA_NORM_EPS)
+            q = einsum("btr,rhk->bthk", q_latent, self.w_q_b)
+        kv, k_rope = jnp.split(einsum("btd,dr->btr", x, self.w_kv_a), [c.kv_lora_rank], axis=-1)
+        latent = jnp.concatenate([rms_norm(kv, self.kv_norm.get_value(), eps=LORA_NORM_EPS), k_rope], axis=-1)
+
+        where: dict = {"q_documents": documents, "kv_documents": documents}
+        if cache is not None:
+            assert slots is not None
+            latent = jax.lax.dynamic_update_slice(cache.latent, latent.astype(cache.latent.dtype), (0, slots.start, 0))
+            cache = MLACache(latent)
+            where = {"q_documents": slots.queries, "kv_documents": slots.keys, "q_start": slots.start}
+        if cache is not None and self._absorbs(x.shape[1]):
+            o, max_logits = self._absorbed(q, latent, where)
+        else:
+            o, max_logits = self._expanded(q, latent, where)
+        if c.output_gate:
+            o = o * jax.nn.sigmoid(einsum("btd,dhv->bthv", x, self.w_g).astype(o.dtype))
+        return einsum("bthv,hvd->btd", o.astype(x.dtype), self.w_o), cache, max_logits
+
+    def _expanded(self, q: jax.Array, latent: jax.Array, where: dict) -> tuple[jax.Array, jax.Array]:
+        """Attention over keys and values of every head, made from the latents `[b, s, r]`."""
+        c = self.config.mla
+        kv, k_rope = jnp.split(latent, [c.kv_lora_rank], axis=-1)
+        k_nope, v = einsum("bsr,rhk->bshk", kv, self.w_k_b), einsum("bsr,rhv->bshv", kv, self.w_v_b)
+        k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
+        k = jnp.concatenate([k_nope, k_rope], axis=-1)
+        return attention(q, k, v, scale=c.qk_head_dim**-0.5, **where)
+
+    def _absorbed(self, q: jax.Array, latent: jax.Array, where: dict) -> tuple[jax.Array, jax.Array]:
+        """The same with W_k_b moved to the query and W_v_b to the output: latents serve all heads as key and value."""
+        c = self.config.mla
+        q_nope, q_rope = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
+        q = jnp.concatenate([einsum("bthk,rhk->bthr", q_nope, self.w_k_b), q_rope], axis=-1)
+        latent = latent[:, :, None]
+        o, max_logits = attention(q, latent, latent[..., : c.kv_lora_rank], scale=c.qk_head_dim**-0.5, **where)
+        return einsum("bthr,rhv->bthv", o, self.w_v_b), max_logits
+
+    def _absorbs(self, t: int) -> bool:
+        """Whether t queries against many slots cost fewer FLOPs absorbed: no expansion, but wider dot products."""
+        c = self.config.mla
+        absorbed = 2 * c.kv_lora_rank + c.qk_rope_head_dim
+        expanded = c.qk_head_dim + c.v_head_dim
+        return t * (absorbed - expanded) < c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim)

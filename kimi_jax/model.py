@@ -1,0 +1,236 @@
+"""Kimi: embedding, segments of stacked layers, output mix, norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kimi_jax.cache import Cache, advance
+from kimi_jax.config import ModelConfig
+from kimi_jax.layers.block import AttnResidual, Layer, RMSNorm
+from kimi_jax.layers.mla import Slots
+from kimi_jax.layers.param import AdamW, arrays, materialise, normal, param, with_arrays
+from kimi_jax.layout import Segment, segments, starts_block
+from kimi_jax.ops.segments import document_ids
+
+ALWAYS = ("max_logits", "load", "histogram")
+"""What every call reports; the rest of a layer's intermediates by request."""
+INTERMEDIATES = (
+    "attn_in",
+    "attn_out",
+    "mlp_in",
+    "mlp_out",
+    "h",
+    "router_scores",
+    "topk_idx",
+    "topk_weight",
+    "blocks",
+    "final_in",
+)
+
+
+class Stack(nnx.Module):
+    """One segment: its runs, each with parameters stacked `[repeats, run length, ..]`."""
+
+    def __init__(self, config: ModelConfig, segment: Segment):
+        self.runs = nnx.List(
+            [Layer(config, run.mixer, segment.dense, (segment.repeats, run.length)) for run in segment.runs]
+        )
+
+
+class Kimi(nnx.Module):
+    """A model of the Kimi family.
+
+    `Kimi(config)` declares parameters and allocates nothing; `init(config, seed)` fills them. The model is a pytree:
+    pass it through plain `jax.jit`, `jax.grad` and `optax`.
+    """
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        dtype, init = jnp.dtype(config.param_dtype), normal(config.initializer_range)
+        shape = (config.vocab_size, config.hidden_size)
+        self.embed = param(shape, "vocab embed", init, AdamW(decay=True), dtype=dtype)
+        self.segments = nnx.List([Stack(config, segment) for segment in segments(config)])
+        if config.attn_res_block_size is not None:
+            self.output_mix = AttnResidual(config)
+        self.norm = RMSNorm(config)
+        self.head = param(shape[::-1], "embed vocab", init, AdamW(decay=True), dtype=dtype)
+
+    def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        """Logits `[b, t, vocab]` of the next token, at least f32, for tokens `[b, t]`.
+
+        Args:
+            tokens: `[b, t]` integers below `vocab_size`.
+            segment_ids: `[b, t]` int32. 0 is padding; each maximal run of one id >= 1 is a document of its own.
+        """
+        return self.forward(tokens, segment_ids)[0]
+
+    def forward(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        *,
+        cache: Cache | None = None,
+        collect: Sequence[str] = (),
+    ) -> tuple[jax.Array, dict]:
+        """Logits and what else a call gives.
+
+        Args:
+            tokens, segment_ids: as in `__call__`. With a cache, the row's first document continues the cached one.
+            cache: from `init_cache` or an earlier call; the caller sees to it that the tokens fit its capacity.
+            collect: names out of `INTERMEDIATES` to return besides.
+
+        Returns:
+            Logits `[b, t, vocab]`, and a dict with, in layer order, `max_logits [mla layers, h]`,
+            `load [moe layers, e]`, `histogram [moe layers, e, bins]`; the collected intermediates; and `cache`, the
+            cache after these tokens, where one came in.
+        """
+        x, aux = self.hidden(tokens, segment_ids, cache=cache, collect=collect)
+        return self.logits(x), aux
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states `[.., d]` as `hidden` gives them -> logits `[.., vocab]`, at least f32."""
+        exact = jnp.promote_types(x.dtype, jnp.float32)
+        return jnp.einsum("...d,dv->...v", x, self.head.get_value().astype(x.dtype), preferred_element_type=exact)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        *,
+        cache: Cache | None = None,
+        collect: Sequence[str] = (),
+    ) -> tuple[jax.Array, dict]:
+        """`forward` without the head: normalised hidden states `[b, t, d]` in the compute dtype."""
+        config = self.config
+        _check_inputs(tokens, segment_ids, cache, collect)
+        documents = None if segment_ids is None else document_ids(segment_ids)
+        slots = None
+        if cache is not None:
+            numbered = jnp.ones(tokens.shape, jnp.int32) if documents is None else documents
+            held = jax.lax.dynamic_update_slice(cache.visible.astype(jnp.int32), numbered, (0, cache.length))
+            slots = Slots(numbered, held, cache.length)
+
+        h = jnp.take(self.embed.get_value().astype(config.dtype), tokens, axis=0)
+        bank = None
+        parts: dict[str, list[tuple[np.ndarray, jax.Array]]] = {}
+        caches = []
+        for index, (segment, stack) in enumerate(zip(segments(config), self.segments, strict=True)):
+            if starts_block(config, segment.start):
+                bank = h[None] if bank is None else jnp.concatenate([bank, h[None]])
+                h = jnp.zeros_like(h)
+            cached = None if cache is None else cache.runs[index]
+            h, cached, aux = _scan_segment(config, segment, stack, h, bank, documents, cached, slots, collect)
+            caches.append(cached)
+            for run, values in enumerate(aux):
+                for name, value in values.items():
+                    parts.setdefault(name, []).append((segment.layers(run), value))
+
+        out: dict = {name: _in_layer_order(part) for name, part in parts.items()}
+        if bank is not None:
+            if "blocks" in collect:
+                out["blocks"] = bank
+            h = self.output_mix(bank, h)
+        if "final_in" in collect:
+            out["final_in"] = h
+        if cache is not None:
+            assert slots is not None
+            out["cache"] = advance(cache, tuple(caches), slots.queries)
+        return self.norm(h), out
+
+
+def init(config: ModelConfig, seed: int = 0) -> Kimi:
+    """A model with initial parameters: a function of the config and the seed alone."""
+    return materialise(Kimi(config), seed)
+
+
+def router_bias(model: Kimi) -> jax.Array | None:
+    """The correction biases of all MoE layers, `[moe layers, e]` in layer order; None without such layers."""
+    values = arrays(model)
+    parts = [(layers, values[name]) for name, layers in bias_layers(model.config).items()]
+    return _in_layer_order(parts) if parts else None
+
+
+def with_router_bias(model: Kimi, bias: jax.Array) -> Kimi:
+    """The model with its correction biases replaced by `bias [moe layers, e]`."""
+    values, first = arrays(model), model.config.num_dense_layers
+    for name, layers in bias_layers(model.config).items():
+        values[name] = bias[layers - first].astype(values[name].dtype)
+    return with_arrays(model, values)
+
+
+def bias_layers(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Path of each stacked correction bias -> its layer numbers `[repeats, run length]`."""
+    return {
+        f"segments.{i}.runs.{j}.mlp.router_bias": segment.layers(j)
+        for i, segment in enumerate(segments(config))
+        for j in range(len(segment.runs))
+        if not segment.dense
+    }
+
+
+def mla_rows(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Path prefix of each stacked MLA -> rows of `max_logits` that belong to its layers, `[repeats, run length]`."""
+    return {
+        f"segments.{i}.runs.{j}.attention.": np.searchsorted(config.mla_layers, segment.layers(j))
+        for i, segment in enumerate(segments(config))
+        for j, run in enumerate(segment.runs)
+        if run.mixer == "mla"
+    }
+
+
+def _scan_segment(config, segment: Segment, stack: Stack, h, bank, documents, caches, slots, collect):
+    """Scans over the repeats of a segment, and inside over each run's layers."""
+    names = {*ALWAYS, *collect}
+    fresh = [
+        jnp.asarray(np.vectorize(lambda layer: starts_block(config, layer), otypes=[bool])(segment.layers(run)))
+        for run in range(len(segment.runs))
+    ]
+
+    def layer(h, per_layer):
+        module, is_fresh, cache = per_layer
+        h, cache, aux = module(h, bank, is_fresh, documents, cache, slots)
+        return h, (cache, {name: value for name, value in aux.items() if name in names})
+
+    if config.remat == "full":
+        layer = jax.checkpoint(layer, prevent_cse=False)
+
+    def group(h, per_group):
+        outs = []
+        for per_run in zip(*per_group, strict=True):
+            h, out = jax.lax.scan(layer, h, per_run)
+            outs.append(out)
+        return h, outs
+
+    if caches is None:
+        caches = [None] * len(segment.runs)
+    h, outs = jax.lax.scan(group, h, (list(stack.runs), fresh, list(caches)))
+    return h, tuple(cache for cache, _ in outs), [aux for _, aux in outs]
+
+
+def _in_layer_order(parts: list[tuple[np.ndarray, jax.Array]]) -> jax.Array:
+    """Joins stacked values `[repeats, run length, ..]` of several runs to `[layers, ..]`."""
+    layers = np.concatenate([layers.reshape(-1) for layers, _ in parts])
+    values = jnp.concatenate([value.reshape(layers.size, *value.shape[2:]) for layers, value in parts])
+    return values[np.argsort(layers)]
+
+
+def _check_inputs(tokens, segment_ids, cache: Cache | None, collect: Sequence[str]) -> None:
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers [batch, time], got {tokens.dtype}{list(tokens.shape)}")
+    if segment_ids is not None and segment_ids.shape != tokens.shape:
+        raise ValueError(f"segment_ids {list(segment_ids.shape)} must have the shape of tokens {list(tokens.shape)}")
+    unknown = sorted(set(collect) - set(INTERMEDIATES))
+    if unknown:
+        raise ValueError(f"cannot collect {unknown}; there are {', '.join(INTERMEDIATES)}")
+    if cache is not None:
+        rows, capacity = cache.visible.shape
+        if rows != tokens.shape[0] or tokens.shape[1] > capacity:
+            raise ValueError(
+                f"tokens {list(tokens.shape)} do not fit a cache of {rows} rows and {capacity} slots; "
+                f"make one with init_cache(config, {tokens.shape[0]}, at least {tokens.shape[1]})"
+            )
