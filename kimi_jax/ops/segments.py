@@ -27,7 +27,8 @@ def starts(segment_ids: jax.Array) -> jax.Array:
     """
     if segment_ids.ndim != 2 or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(
-            f"segment_ids is {segment_ids.dtype}{list(segment_ids.shape)}; give integers [batch, time], 0 for padding"
+            f"segment_ids is {segment_ids.dtype}{list(segment_ids.shape)}; "
+            "give integers [batch, time] with 0 for padding"
         )
     before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
     return (segment_ids > 0) & (segment_ids != before)
