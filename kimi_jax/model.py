@@ -13,7 +13,7 @@ from kimi_jax.cache import Cache, advance
 from kimi_jax.config import ModelConfig
 from kimi_jax.layers.block import AttnResidual, Layer, RMSNorm
 from kimi_jax.layers.mla import Slots
-from kimi_jax.layers.param import AdamW, arrays, materialise, normal, param, with_arrays
+from kimi_jax.layers.param import AdamW, arrays, declarations, materialise, normal, param, with_arrays
 from kimi_jax.layout import Segment, segments, starts_block
 from kimi_jax.ops.segments import document_ids
 
@@ -131,6 +131,7 @@ class Kimi(nnx.Module):
                     parts.setdefault(name, []).append((segment.layers(run), value))
 
         out: dict = {name: _in_layer_order(part) for name, part in parts.items()}
+        out.setdefault("max_logits", jnp.zeros((0, config.mla.num_heads)))
         if bank is not None:
             if "blocks" in collect:
                 out["blocks"] = bank
@@ -173,13 +174,15 @@ def bias_layers(config: ModelConfig) -> dict[str, np.ndarray]:
     }
 
 
-def mla_rows(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Path prefix of each stacked MLA -> rows of `max_logits` that belong to its layers, `[repeats, run length]`."""
+def clip_rows(model: Kimi) -> dict[str, np.ndarray]:
+    """Path of each parameter that QK-Clip scales -> rows of `max_logits` of its layers, `[repeats, run length]`."""
+    mla = model.config.mla_layers
     return {
-        f"segments.{i}.runs.{j}.attention.": np.searchsorted(config.mla_layers, segment.layers(j))
-        for i, segment in enumerate(segments(config))
-        for j, run in enumerate(segment.runs)
-        if run.mixer == "mla"
+        name: np.searchsorted(mla, segment.layers(j))
+        for i, segment in enumerate(segments(model.config))
+        for j in range(len(segment.runs))
+        for name, declared in declarations(model).items()
+        if declared.clip is not None and name.startswith(f"segments.{i}.runs.{j}.")
     }
 
 

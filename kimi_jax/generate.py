@@ -1,0 +1,145 @@
+"""Generation: one prefill of the prompts, then one jitted step a token, with a cache of fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kimi_jax.cache import Cache, init_cache
+from kimi_jax.config import ConfigError
+from kimi_jax.model import Kimi
+
+BUCKET = 64
+"""Prompts and caches are padded to multiples of this, so that few lengths are compiled."""
+
+
+def generate(
+    model: Kimi,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    stop: Sequence[int] = (),
+    key: jax.Array | None = None,
+) -> list[list[int]]:
+    """Continues each prompt; the same result as each prompt alone.
+
+    Args:
+        model: parameters and config.
+        prompts: token ids, of any and different lengths of at least one.
+        max_new_tokens: most tokens to add to a prompt.
+        temperature: 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature).
+        top_p: draws from the likeliest tokens whose probabilities first reach this sum.
+        stop: ids that end a continuation; the stop token is not part of it.
+        key: source of randomness, needed when temperature > 0.
+
+    Returns:
+        The new token ids of each prompt.
+
+    Raises:
+        ConfigError: an empty prompt, a token outside the vocabulary, or an impossible setting.
+    """
+    out: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(
+        model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, stop=stop, key=key
+    ):
+        for row, token in zip(out, tokens, strict=True):
+            if token is not None:
+                row.append(token)
+    return out
+
+
+def stream(
+    model: Kimi,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    stop: Sequence[int] = (),
+    key: jax.Array | None = None,
+) -> Iterator[list[int | None]]:
+    """`generate`, step by step: yields the next token of each prompt, None for the finished ones."""
+    _check(model, prompts, max_new_tokens, temperature, top_p, key)
+    key = jax.random.key(0) if key is None else key
+    sample = partial(_sample, temperature=temperature, top_p=top_p)
+    length = _rounded(max(len(prompt) for prompt in prompts))
+    tokens = np.zeros((len(prompts), length), np.int32)
+    segment_ids = np.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        # Padding goes in front, so that all rows write the same cache slot at each step.
+        tokens[row, length - len(prompt) :] = prompt
+        segment_ids[row, length - len(prompt) :] = 1
+    cache = init_cache(model.config, len(prompts), length + _rounded(max_new_tokens))
+    cache, logits = prefill(model, cache, tokens, segment_ids)
+    done = np.zeros(len(prompts), bool)
+    for step in range(max_new_tokens):
+        token = np.asarray(sample(logits, jax.random.fold_in(key, step)))
+        done |= np.isin(token, list(stop))
+        if done.all():
+            return
+        yield [None if finished else int(t) for t, finished in zip(token, done, strict=True)]
+        if step + 1 < max_new_tokens:
+            cache, logits = decode(model, cache, token)
+
+
+@partial(jax.jit, donate_argnums=1)
+def prefill(model: Kimi, cache: Cache, tokens: jax.Array, segment_ids: jax.Array) -> tuple[Cache, jax.Array]:
+    """Reads prompts `[b, t]` -> the cache after them and the logits `[b, vocab]` of the token that follows."""
+    x, aux = model.hidden(tokens, segment_ids, cache=cache)
+    return aux["cache"], model.logits(x[:, -1])
+
+
+@partial(jax.jit, donate_argnums=1)
+def decode(model: Kimi, cache: Cache, token: jax.Array) -> tuple[Cache, jax.Array]:
+    """Reads one token a row, `[b]` -> the cache after it and the logits `[b, vocab]` of the next."""
+    x, aux = model.hidden(token[:, None], cache=cache)
+    return aux["cache"], model.logits(x[:, -1])
+
+
+@partial(jax.jit, static_argnames=("temperature", "top_p"))
+def _sample(logits: jax.Array, key: jax.Array, *, temperature: float, top_p: float) -> jax.Array:
+    """Next tokens `[b]` from logits `[b, vocab]`."""
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1)
+    logits = logits / temperature
+    if top_p < 1:
+        order = jnp.argsort(-logits, axis=-1)
+        probs = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
+        before = jnp.cumsum(probs, axis=-1) - probs
+        kept = jnp.where(before < top_p, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
+        choice = jax.random.categorical(key, kept, axis=-1)
+        return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0]
+    return jax.random.categorical(key, logits, axis=-1)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // BUCKET) * BUCKET
+
+
+def _check(model: Kimi, prompts, max_new_tokens: int, temperature: float, top_p: float, key) -> None:
+    config = model.config
+    if not prompts:
+        raise ConfigError("no prompts to continue")
+    for number, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ConfigError(f"prompt {number} is empty; begin with the token bos_token_id={config.bos_token_id}")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise ConfigError(
+                f"prompt {number} has token {max(prompt, key=abs)} outside the vocabulary of {config.vocab_size}"
+            )
+    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+    if max_new_tokens < 1 or longest > config.max_position_embeddings:
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens} must be at least 1, and prompt and continuation ({longest} tokens) "
+            f"within max_position_embeddings={config.max_position_embeddings}"
+        )
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise ConfigError(f"temperature={temperature} must not be negative and top_p={top_p} lie in (0, 1]")
+    if temperature > 0 and key is None:
+        raise ConfigError(f"temperature={temperature} draws tokens and needs a key, e.g. key=jax.random.key(0)")

@@ -1,0 +1,193 @@
+"""One step of training as a pure function: gradients, optimizer, expert balancing, and the decision to skip it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from kimi_jax.config import Config
+from kimi_jax.layers.param import arrays, declarations, with_arrays
+from kimi_jax.model import Kimi, bias_layers, clip_rows, init
+from kimi_jax.ops.loss import linear_cross_entropy
+from kimi_jax.ops.routing import balance_metrics, quantile_bias, sign_bias
+from kimi_jax.optim.build import build, update_rms
+
+WINDOW = 64
+"""Accepted losses whose median a new loss is compared with."""
+
+Batch = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """All that a step reads and writes; what a checkpoint holds."""
+
+    step: jax.Array
+    """int32: finished steps, skipped ones included."""
+    params: dict[str, jax.Array]
+    """Dotted path -> array, the router's correction biases among them."""
+    opt: Any
+    losses: jax.Array
+    """`[WINDOW]` f32: the last accepted losses, NaN where there are none yet."""
+    skips: jax.Array
+    """int32: steps skipped in a row."""
+    rng: jax.Array
+    """Key data of the run's random numbers."""
+
+
+def init_state(config: Config, optimizer: optax.GradientTransformationExtraArgs) -> State:
+    """The state before the first step: a function of the config alone."""
+    params = arrays(init(config.model, config.train.seed))
+    return State(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt=optimizer.init(params),
+        losses=jnp.full(WINDOW, jnp.nan, jnp.float32),
+        skips=jnp.zeros((), jnp.int32),
+        rng=jax.random.key_data(jax.random.key(config.train.seed)),
+    )
+
+
+def abstract_state(config: Config, optimizer: optax.GradientTransformationExtraArgs) -> State:
+    """`init_state` as shapes, without allocating."""
+    params = arrays(Kimi(config.model))
+    small = jax.ShapeDtypeStruct((), jnp.int32)
+    rng = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    losses = jax.ShapeDtypeStruct((WINDOW,), jnp.float32)
+    return State(small, params, jax.eval_shape(optimizer.init, params), losses, small, rng)
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a run, from what the model's parameters declare."""
+    model = Kimi(config.model)
+    return build(config.optim, declarations(model), steps=config.train.steps, mla_rows=clip_rows(model))
+
+
+def make_step(
+    config: Config, optimizer: optax.GradientTransformationExtraArgs
+) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+    """Builds `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
+
+    The batch's arrays are `[rows, t]`; with `train.accumulation` n they are taken as n micro-batches, whose summed
+    gradients are divided by the summed loss weights once, and whose expert counts are pooled. The step is skipped,
+    so that parameters, optimizer and biases stay as they were, when the loss or the gradient's norm is not finite,
+    or when, after warmup, the loss exceeds the running median by `train.spike_threshold`.
+    """
+    template = Kimi(config.model)
+    declared = declarations(template)
+    biases = bias_layers(config.model)
+    warmup = round(config.optim.warmup_fraction * config.train.steps)
+
+    def micro_sums(params, batch):
+        """Gradient of the summed loss, and sums over a micro-batch."""
+
+        def summed_loss(params):
+            model = with_arrays(template, params)
+            x, aux = model.hidden(batch["tokens"], batch["segment_ids"])
+            head = model.head.get_value().astype(x.dtype)
+            loss, weight = linear_cross_entropy(x, head, batch["targets"], batch["loss_weights"])
+            aux = {name: aux[name] for name in ("max_logits", "load", "histogram") if name in aux}
+            return loss, {"loss": loss, "weight": weight, **aux}
+
+        grads, sums = jax.grad(summed_loss, has_aux=True)(params)
+        return {"grads": grads, **sums}
+
+    def pool(a, b):
+        return {key: jnp.maximum(a[key], b[key]) if key == "max_logits" else _add(a[key], b[key]) for key in a}
+
+    def batch_sums(params, batch):
+        parts = config.train.accumulation
+        if parts == 1:
+            return micro_sums(params, batch)
+        batch = {key: value.reshape(parts, -1, *value.shape[1:]) for key, value in batch.items()}
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro_sums, params, _first(batch)))
+        zero["max_logits"] = jnp.full_like(zero["max_logits"], -jnp.inf)
+        return jax.lax.scan(lambda sums, micro: (pool(sums, micro_sums(params, micro)), None), zero, batch)[0]
+
+    def balanced(params, sums):
+        """The parameters with each layer's correction bias moved by its pooled counts."""
+        moved = dict(params)
+        for name, layers in biases.items():
+            rows, bias = layers - config.model.num_dense_layers, params[name]
+            if config.optim.balance == "quantile":
+                move = jax.vmap(jax.vmap(lambda c, b: quantile_bias(c, b, k=config.model.moe.experts_per_token)))
+                moved[name] = move(sums["histogram"][rows], bias)
+            else:
+                move = jax.vmap(jax.vmap(lambda load, b: sign_bias(load, b, rate=config.optim.balance_rate)))
+                moved[name] = move(sums["load"][rows], bias)
+        return moved
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        batch = dict(batch)
+        num_bytes = jnp.sum(jnp.where(batch["loss_weights"] > 0, batch.pop("num_bytes"), 0))
+        sums = batch_sums(state.params, batch)
+        weight = jnp.maximum(sums["weight"], 1)
+        loss = sums["loss"] / weight
+        grads = {name: grad / weight.astype(grad.dtype) for name, grad in sums["grads"].items()}
+        grad_norm = optax.tree.norm(grads)
+        median = jnp.nanmedian(state.losses)
+        spike = (state.step >= warmup) & (loss > median + config.train.spike_threshold)  # false while median is NaN
+        accept = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & ~spike
+
+        updates, opt = optimizer.update(grads, state.opt, state.params, max_logits=sums["max_logits"])
+        params = balanced(optax.apply_updates(state.params, updates), sums)
+        new = State(
+            step=state.step + 1,
+            params=_where(accept, params, state.params),
+            opt=_where(accept, opt, state.opt),
+            losses=jnp.where(accept, jnp.roll(state.losses, -1).at[-1].set(loss), state.losses),
+            skips=jnp.where(accept, 0, state.skips + 1),
+            rng=state.rng,
+        )
+        metrics = {
+            "loss": loss,
+            "bits_per_byte": sums["loss"] / (np.log(2) * jnp.maximum(num_bytes, 1)),
+            "tokens": sums["weight"],
+            "grad_norm": grad_norm,
+            "skipped": ~accept,
+            "skips_in_a_row": new.skips,
+            **{f"update_rms_{label}": rms for label, rms in update_rms(updates, declared).items()},
+        }
+        if sums["max_logits"].size:
+            metrics["max_logit"] = jnp.max(sums["max_logits"])
+        if "load" in sums:
+            layers = jax.vmap(balance_metrics)(sums["load"])
+            metrics["max_violation"] = jnp.max(layers["max_violation"])
+            metrics["router_entropy"] = jnp.min(layers["entropy"])
+            metrics["dead_experts"] = jnp.max(layers["dead_experts"])
+            metrics["expert_load"] = sums["load"]
+        return new, metrics
+
+    return step
+
+
+def make_eval_step(config: Config) -> Callable[[dict[str, jax.Array], Batch], tuple[jax.Array, jax.Array]]:
+    """Builds `eval_step(params, batch) -> (summed nats, summed weights)`; it changes nothing, biases included."""
+    template = Kimi(config.model)
+
+    def eval_step(params, batch):
+        model = with_arrays(template, params)
+        x, _ = model.hidden(batch["tokens"], batch["segment_ids"])
+        head = model.head.get_value().astype(x.dtype)
+        return linear_cross_entropy(x, head, batch["targets"], batch["loss_weights"])
+
+    return eval_step
+
+
+def _where(condition, new, old):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def _add(a, b):
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _first(batch):
+    return {key: jax.ShapeDtypeStruct(value.shape[1:], value.dtype) for key, value in batch.items()}
