@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
+T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
@@ -205,15 +207,18 @@ class Source:
     """Where text comes from. `kind="stdlib"` is the source code of the running Python's standard library."""
 
     kind: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
-    """text: a file, or every file of a folder that matches `glob`, one document each."""
+    """stdlib, text: one document a file; a single text file is cut instead, its end being for validation.
+    jsonl, parquet: one document a row."""
     path: str = ""
-    glob: str = "**/*"
+    """A file, or a folder of which the files that match `glob` are read, hidden ones left out."""
+    glob: str = ""
+    """Empty: all files for text, else those with the ending `.jsonl` or `.parquet`."""
     text_field: str = "text"
     """Field (jsonl) or column (parquet) with the text."""
     prompt_field: str | None = None
     """Field whose text comes before `text_field`'s, is seen by the model and carries no loss."""
     weight: float = 1.0
-    """Share of this source in a mixture; shares are relative."""
+    """Share of this source in the tokens of a mixture; shares are relative."""
 
     def __post_init__(self):
         _check(self.kind == "stdlib" or bool(self.path), f'a source of kind "{self.kind}" needs a path')
@@ -248,14 +253,19 @@ class DataConfig:
     """Rows of one optimizer step, over all its micro-batches."""
     sources: tuple[Source, ...] = (Source(),)
     validation: tuple[Source, ...] = ()
-    """Validation text; empty: `validation_fraction` of the training documents, set apart by document."""
+    """Validation text; empty: `validation_fraction` of the training documents."""
     validation_fraction: float = 0.02
+    """Chance of a document to be set apart, by a hash of its relative path (files) or its text (rows)."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     on_error: Literal["skip", "raise"] = "skip"
     """What a malformed line, an unreadable file or a missing field does; it is reported and counted either way."""
 
     def __post_init__(self):
-        _positive(self, "sequence_length", "batch_size")
+        _positive(self, "batch_size")
+        _check(
+            self.sequence_length >= 2,
+            f"sequence_length={self.sequence_length} leaves nothing to predict from; set it to at least 2",
+        )
         _check(len(self.sources) >= 1, "data.sources is empty; name at least one source")
         _check(
             bool(self.validation) or 0 < self.validation_fraction < 1,
@@ -334,6 +344,20 @@ class Config:
 def to_dict(config) -> dict:
     """The config as plain nested dicts, lists and scalars: what `config.json` holds."""
     return dataclasses.asdict(config)
+
+
+def from_dict(cls: type[T], values: dict) -> T:
+    """The inverse of `to_dict`, also after a trip through JSON."""
+    hints = typing.get_type_hints(cls)
+    return cls(**{name: _revived(hints[name], value) for name, value in values.items()})
+
+
+def _revived(hint, value):
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return from_dict(hint, value)  # type: ignore[arg-type]
+    if typing.get_origin(hint) is tuple:
+        return tuple(_revived(typing.get_args(hint)[0], item) for item in value)
+    return value
 
 
 def shipped_configs() -> dict[str, Path]:

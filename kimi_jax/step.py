@@ -17,6 +17,7 @@ from kimi_jax.model import Kimi, bias_layers, clip_rows, init
 from kimi_jax.ops.loss import linear_cross_entropy
 from kimi_jax.ops.routing import balance_metrics, quantile_bias, sign_bias
 from kimi_jax.optim.build import build, update_rms
+from kimi_jax.optim.schedule import cosine_with_warmup
 
 WINDOW = 64
 """Accepted losses whose median a new loss is compared with."""
@@ -38,6 +39,8 @@ class State:
     """`[WINDOW]` f32: the last accepted losses, NaN where there are none yet."""
     skips: jax.Array
     """int32: steps skipped in a row."""
+    skipped: jax.Array
+    """int32: steps skipped in all."""
     rng: jax.Array
     """Key data of the run's random numbers."""
 
@@ -51,6 +54,7 @@ def init_state(config: Config, optimizer: optax.GradientTransformationExtraArgs)
         opt=optimizer.init(params),
         losses=jnp.full(WINDOW, jnp.nan, jnp.float32),
         skips=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
         rng=jax.random.key_data(jax.random.key(config.train.seed)),
     )
 
@@ -61,7 +65,7 @@ def abstract_state(config: Config, optimizer: optax.GradientTransformationExtraA
     small = jax.ShapeDtypeStruct((), jnp.int32)
     rng = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     losses = jax.ShapeDtypeStruct((WINDOW,), jnp.float32)
-    return State(small, params, jax.eval_shape(optimizer.init, params), losses, small, rng)
+    return State(small, params, jax.eval_shape(optimizer.init, params), losses, small, small, rng)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
@@ -84,6 +88,7 @@ def make_step(
     declared = declarations(template)
     biases = bias_layers(config.model)
     warmup = round(config.optim.warmup_fraction * config.train.steps)
+    schedule = cosine_with_warmup(config.optim.learning_rate, config.train.steps, config.optim.warmup_fraction)
 
     def micro_sums(params, batch):
         """Gradient of the summed loss, and sums over a micro-batch."""
@@ -144,14 +149,16 @@ def make_step(
             opt=_where(accept, opt, state.opt),
             losses=jnp.where(accept, jnp.roll(state.losses, -1).at[-1].set(loss), state.losses),
             skips=jnp.where(accept, 0, state.skips + 1),
+            skipped=state.skipped + ~accept,
             rng=state.rng,
         )
         metrics = {
             "loss": loss,
             "bits_per_byte": sums["loss"] / (np.log(2) * jnp.maximum(num_bytes, 1)),
             "tokens": sums["weight"],
+            "learning_rate": schedule(state.step - state.skipped),  # the optimizer counts accepted steps
             "grad_norm": grad_norm,
-            "skipped": ~accept,
+            "skipped": new.skipped,
             "skips_in_a_row": new.skips,
             **{f"update_rms_{label}": rms for label, rms in update_rms(updates, declared).items()},
         }

@@ -1,0 +1,178 @@
+"""The command line: `kimi-jax train | eval | generate | inspect`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import tyro
+
+from kimi_jax.config import Config, ConfigError, Source, load_config, shipped_configs
+
+USAGE = """usage: kimi-jax COMMAND ...
+
+  train NAME [--model.x ... --train.x ...]   train a config, or go on with its run
+  eval --checkpoint DIR [--source.x ...]     bits per byte of a checkpoint on any text
+  generate --checkpoint DIR --prompt TEXT    continue a text
+  inspect NAME [--optim]                     components, shapes, counts, optimizer rules; allocates nothing
+
+NAME is one of {names}, or a path to a .py file. `kimi-jax COMMAND --help` lists the settings.
+"""
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """Trains a config, or goes on with the run of that name."""
+
+    config: tyro.conf.OmitArgPrefixes[Config]
+    restart: bool = False
+    """Remove what an earlier run of this name left, and begin anew."""
+    dry_run: bool = False
+    """Print shapes, memory, tokens and steps, and stop."""
+
+
+@dataclass(frozen=True)
+class EvalArgs:
+    """Bits per byte of a checkpoint on any text."""
+
+    checkpoint: str
+    """Folder of a run, e.g. runs/k3_tiny."""
+    step: int | None = None
+    """Which checkpoint; the newest by default."""
+    source: Source | None = None
+    """Text to read; the run's validation text by default."""
+    max_tokens: int | None = None
+    """Stop after so many tokens."""
+
+
+@dataclass(frozen=True)
+class GenerateArgs:
+    """Continues a text with a checkpoint, to standard output, as it is made."""
+
+    checkpoint: str
+    """Folder of a run, e.g. runs/k3_tiny."""
+    prompt: str
+    step: int | None = None
+    """Which checkpoint; the newest by default."""
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    """0 takes the likeliest token."""
+    top_p: float = 0.95
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class InspectArgs:
+    """Components, shapes and counts of a config; allocates nothing."""
+
+    config: tyro.conf.OmitArgPrefixes[Config]
+    optim: bool = False
+    """How the optimizer sees each parameter."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The `kimi-jax` command."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[Sequence[str]], None]] = {
+        "train": train,
+        "eval": evaluate,
+        "generate": generate,
+        "inspect": inspect,
+    }
+    usage = USAGE.format(names=", ".join(shipped_configs()))
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage)
+        return
+    if argv[0] not in commands:
+        _fail(f"unknown command {argv[0]!r}; there are {', '.join(commands)}")
+    commands[argv[0]](argv[1:])
+
+
+def train(argv: Sequence[str] | None = None) -> None:
+    """`kimi-jax train NAME [--dotted.overrides]`, and all of `train_main.py`."""
+    config, argv = _named_config(sys.argv[1:] if argv is None else argv, "train")
+    with _plain_errors():
+        args = tyro.cli(TrainArgs, args=argv, default=TrainArgs(config), prog="train NAME")
+        from kimi_jax import inspect as inspection
+        from kimi_jax import train as training
+
+        if args.dry_run:
+            print(inspection.dry_run(args.config))
+            return
+        try:
+            training.run(args.config, restart=args.restart)
+        except training.Interrupted as stopped:
+            print(stopped, file=sys.stderr)
+            # A scheduler that preempts with SIGTERM wants to see success; a shell wants to see its Ctrl-C.
+            sys.exit(130 if stopped.signum == 2 else 0)
+        except training.TooManySkips as stopped:
+            _fail(str(stopped))
+
+
+def evaluate(argv: Sequence[str]) -> None:
+    with _plain_errors():
+        args = tyro.cli(EvalArgs, args=argv, prog="kimi-jax eval")
+        from kimi_jax import runs
+
+        result = runs.evaluate(args.checkpoint, args.step, args.source, args.max_tokens)
+        print(f"{result['bytes']:,} bytes, {result['tokens']:,.0f} tokens, {result['loss']:.4f} nats a token")
+        print(f"bits per byte: {result['bits_per_byte']:.4f}")
+
+
+def generate(argv: Sequence[str]) -> None:
+    with _plain_errors():
+        args = tyro.cli(GenerateArgs, args=argv, prog="kimi-jax generate")
+        from kimi_jax import runs
+
+        print(args.prompt, end="", flush=True)
+        for text in runs.generate(
+            args.checkpoint,
+            args.prompt,
+            step=args.step,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+        ):
+            print(text, end="", flush=True)
+        print()
+
+
+def inspect(argv: Sequence[str]) -> None:
+    config, argv = _named_config(argv, "inspect")
+    with _plain_errors():
+        args = tyro.cli(InspectArgs, args=argv, default=InspectArgs(config), prog="kimi-jax inspect NAME")
+        from kimi_jax import inspect as inspection
+
+        print(inspection.optimizer_table(args.config) if args.optim else inspection.report(args.config))
+
+
+def _named_config(argv: Sequence[str], command: str) -> tuple[Config, list[str]]:
+    """The config that the first argument names, and the arguments after it."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: {command} NAME [settings]; NAME is one of {', '.join(shipped_configs())}, or a .py file.")
+        print(f"`{command} NAME --help` lists the settings and their values.")
+        sys.exit(0 if argv else 2)
+    with _plain_errors():
+        return load_config(argv[0]), list(argv[1:])
+    raise AssertionError  # _plain_errors exits
+
+
+class _plain_errors:
+    """Ends with the message alone for what the user can mend; anything else is a bug and keeps its trace."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        from kimi_jax.hf import CheckpointError
+
+        if isinstance(error, ConfigError | CheckpointError):
+            _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(1)

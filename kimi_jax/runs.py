@@ -1,0 +1,72 @@
+"""A run's checkpoint, opened for use: evaluation on any text, and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from kimi_jax import checkpoint
+from kimi_jax.config import Config, Source, from_dict
+from kimi_jax.data import pipeline
+from kimi_jax.data import tokenizer as tokenizers
+from kimi_jax.data.tokenizer import Tokenizer
+from kimi_jax.layers.param import arrays, with_arrays
+from kimi_jax.model import Kimi
+from kimi_jax.train import evaluate as evaluate_batches
+from kimi_jax.train import evaluation_step, sample_text
+
+
+def load(path: str | Path, step: int | None = None) -> tuple[Kimi, Config, Tokenizer]:
+    """Opens the checkpoint of a run: model, config and tokenizer.
+
+    Args:
+        path: folder of the run, or its `checkpoints` folder.
+        step: which checkpoint; the newest by default.
+
+    Raises:
+        ConfigError: there is none, or its arrays are not those of its config.
+    """
+    with checkpoint.opened(checkpoint.find(path)) as checkpoints:
+        metadata = checkpoints.metadata(step)
+        config = from_dict(Config, metadata["config"])
+        template = Kimi(config.model)
+        params = checkpoints.restore({"params": arrays(template)}, step)["params"]
+    return with_arrays(template, params), config, tokenizers.loads(metadata["tokenizer"])
+
+
+def evaluate(
+    path: str | Path, step: int | None = None, source: Source | None = None, max_tokens: int | None = None
+) -> dict[str, float]:
+    """Bits per byte of a checkpoint on `source`, or on the run's own validation text; see `train.evaluate`."""
+    model, config, tokenizer = load(path, step)
+    if source is None:
+        batches = pipeline.validation_batches(config, tokenizer, max_tokens=max_tokens)
+    else:
+        batches = pipeline.eval_batches(config, tokenizer, source, max_tokens=max_tokens)
+    return evaluate_batches(evaluation_step(config), arrays(model), batches)
+
+
+def generate(
+    path: str | Path,
+    prompt: str,
+    *,
+    step: int | None = None,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Continues `prompt` with a checkpoint; yields text as it is made."""
+    model, config, tokenizer = load(path, step)
+    tokens = [config.model.bos_token_id, *map(int, tokenizer.encode(prompt))]
+    return sample_text(
+        model,
+        tokenizer,
+        tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        key=jax.random.key(seed),
+    )

@@ -1,0 +1,420 @@
+"""A run from first step to last: data, the jitted step, metrics, evaluation, checkpoints, and what stops it."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kimi_jax import checkpoint, metrics
+from kimi_jax.config import Config, ConfigError, to_dict
+from kimi_jax.data import pipeline
+from kimi_jax.data import tokenizer as tokenizers
+from kimi_jax.data.tokenizer import Tokenizer
+from kimi_jax.generate import stream
+from kimi_jax.layers.param import with_arrays
+from kimi_jax.model import Kimi
+from kimi_jax.step import Batch, State, abstract_state, init_state, make_eval_step, make_optimizer, make_step
+
+MAY_CHANGE = {
+    "name",
+    "model.remat",
+    *(f"train.{name}" for name in ("steps", "accumulation", "eval_every", "eval_tokens", "checkpoint_every")),
+    *(f"train.{name}" for name in ("keep_last", "keep_every", "spike_threshold", "max_skips", "tensorboard")),
+    *(f"train.{name}" for name in ("runs_dir", "sample_prompt", "sample_tokens")),
+}
+"""Settings that a resumed run may change. Paths may too, as long as the data behind them are the same."""
+
+ARTIFACTS = (
+    *("config.json", "metrics.jsonl", "curves.png", "sample.txt", "skipped_batch.npz"),
+    *("checkpoints", "tensorboard"),
+)
+
+
+class TooManySkips(RuntimeError):
+    """Losses or gradients stayed bad for `train.max_skips` steps."""
+
+
+class Interrupted(Exception):
+    """The user or the scheduler asked the run to stop; everything is saved."""
+
+    def __init__(self, signum: int, message: str):
+        super().__init__(message)
+        self.signum = signum
+
+
+def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
+    """Trains from the latest checkpoint of the run's folder, or from the start, to `config.train.steps`.
+
+    The folder `config.train.runs_dir / config.name` gets `config.json`, `metrics.jsonl`, `curves.png`, `sample.txt`
+    and `checkpoints/`. A run that is finished prints its summary again.
+
+    Args:
+        config: all settings.
+        restart: removes what an earlier run of this name left, and begins anew.
+
+    Returns:
+        The final record of `metrics.jsonl`: `bits_per_byte` on the validation text, `xz_bits_per_byte`, ...
+
+    Raises:
+        ConfigError: a setting, checkpoint, tokenizer, data or disk that cannot work, before training starts.
+        Interrupted: after Ctrl-C or SIGTERM; the state is saved.
+        TooManySkips: the last good checkpoint is kept, and the batch is in `skipped_batch.npz`.
+    """
+    console = Console(highlight=False)
+    folder = Path(config.train.runs_dir) / config.name
+    if restart:
+        _remove(folder)
+    optimizer = make_optimizer(config)
+    shapes = abstract_state(config, optimizer)
+    _check_folder(folder, config, checkpoint.host_bytes(shapes))
+    with (
+        _signals() as stop,
+        checkpoint.opened(
+            folder / "checkpoints", keep_last=config.train.keep_last, keep_every=config.train.keep_every, write=True
+        ) as checkpoints,
+    ):
+        saved = None if checkpoints.latest is None else checkpoints.metadata()
+        if saved is not None:
+            check_same(saved["config"], to_dict(config), folder)
+            final = _final_record(folder, config.train.steps)
+            if final is not None:
+                console.print(f"This run is finished at step {config.train.steps}; --restart begins anew.")
+                _print_summary(console, folder, final)
+                return final
+        tokenizer, data = _data(config, saved, console)
+        if saved is None:
+            state = init_state(config, optimizer)
+        else:
+            state = checkpoints.restore(shapes)
+            data.set_state(saved["data"])
+            console.print(f"Continuing from step {checkpoints.latest}.")
+        _write(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
+        log = metrics.Metrics(folder, first_step=int(state.step), tensorboard=config.train.tensorboard)
+        try:
+            state = _loop(config, optimizer, state, data, tokenizer, checkpoints, log, folder, stop, console)
+            final = _finish(config, state, tokenizer, log, folder, stop, console)
+        finally:
+            log.close()
+    _print_summary(console, folder, final)
+    return final
+
+
+def _loop(config, optimizer, state, data, tokenizer, checkpoints, log, folder, stop, console) -> State:
+    """Steps until the end. Step n is dispatched before the metrics of n - 1 are read, so the device never waits."""
+    train = config.train
+    step_fn = jax.jit(make_step(config, optimizer), donate_argnums=0)
+    evaluate = _Evaluator(config, tokenizer)
+    start = done = int(state.step)
+    pending: tuple[int, dict, Batch] | None = None
+
+    def save():
+        metadata = {"config": to_dict(config), "data": data.get_state(), "tokenizer": tokenizers.dumps(tokenizer)}
+        metadata["fingerprint"] = data.fingerprint
+        checkpoints.save(done, state, metadata)
+
+    def flush():
+        nonlocal pending
+        if pending is not None:
+            record, pending = pending, None
+            display.show(_record(log, *record, since=display.interval()))
+            if int(record[1]["skips_in_a_row"]) >= train.max_skips:
+                raise _too_many(record, checkpoints, folder)
+
+    with _Display(console, train.steps, start, config.data) as display:
+        while done < train.steps:
+            batch = next(data)
+            state, results = step_fn(state, batch)
+            flush()
+            done += 1
+            pending = (done, results, batch)
+            last = done == train.steps
+            due = done % train.checkpoint_every == 0 or last
+            if done % train.eval_every == 0 and not last:
+                flush()
+                log.write(done, "eval", **display.evaluated(evaluate(state.params, train.eval_tokens, stop)))
+                metrics.plot(log.path, folder / "curves.png")
+            if stop.signum is not None or due:
+                flush()
+                save()
+            stop.check(f"Stopped and saved at step {done}. The same command goes on: {_command()}")
+        flush()
+    return state
+
+
+def _finish(config, state, tokenizer, log, folder, stop, console) -> dict[str, Any]:
+    """The last evaluation, over all validation text; the sample; the curves; the final record."""
+    evaluator = _Evaluator(config, tokenizer)
+    with console.status("Evaluating on all validation text"):
+        result = evaluator(state.params, None, stop)
+    raw = evaluator.raw_bytes()
+    packed = len(lzma.compress(raw, preset=9))
+    stop.check(f"Stopped; training is finished. The same command ends it: {_command()}")
+    model = with_arrays(Kimi(config.model), state.params)
+    prompt = tokenizer.encode(config.train.sample_prompt)
+    pieces = sample_text(
+        model,
+        tokenizer,
+        [config.model.bos_token_id, *map(int, prompt)],
+        max_new_tokens=config.train.sample_tokens,
+        temperature=0.8,
+        top_p=0.95,
+        key=jax.random.wrap_key_data(state.rng),
+    )
+    _write(folder / "sample.txt", config.train.sample_prompt + "".join(pieces) + "\n")
+    final = {**result, "validation_bytes": len(raw), "xz_bits_per_byte": 8 * packed / len(raw)}
+    log.write(config.train.steps, "final", **final)
+    metrics.plot(log.path, folder / "curves.png")
+    return {"step": config.train.steps, "kind": "final", **final}
+
+
+class _Evaluator:
+    """Loss and bits per byte on the validation text."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        self.config, self.tokenizer = config, tokenizer
+        self.step = evaluation_step(config)
+
+    def __call__(self, params: dict, max_tokens: int | None, stop=None) -> dict[str, float]:
+        batches = pipeline.validation_batches(self.config, self.tokenizer, max_tokens=max_tokens)
+        return evaluate(self.step, params, batches, stop)
+
+    def raw_bytes(self) -> bytes:
+        return pipeline.validation_bytes(self.config)
+
+
+@partial(jax.jit, static_argnums=0)
+def _evaluate_batch(config: Config, params: dict, batch: Batch):
+    return make_eval_step(config)(params, batch)
+
+
+def evaluation_step(config: Config):
+    """The jitted `eval_step(params, batch)` of a config, compiled once however often it is asked for."""
+    return partial(_evaluate_batch, config)
+
+
+def evaluate(step, params: dict, batches: Iterable[Batch], stop=None) -> dict[str, float]:
+    """Sums an evaluation step over batches: `loss` in nats a token, `bits_per_byte`, `tokens`, `bytes`."""
+    sums, num_bytes = [], 0
+    for batch in batches:
+        if stop is not None and stop.signum is not None:
+            break  # the caller saves and stops; the numbers so far are of fewer tokens
+        num_bytes += int(np.sum(batch["num_bytes"] * (batch["loss_weights"] > 0)))
+        sums.append(step(params, {key: value for key, value in batch.items() if key != "num_bytes"}))
+    nats, tokens = (float(sum(np.float64(part[i]) for part in sums)) for i in (0, 1))
+    bits = nats / math.log(2) / max(num_bytes, 1)
+    return {"loss": nats / max(tokens, 1), "bits_per_byte": bits, "tokens": tokens, "bytes": num_bytes}
+
+
+def sample_text(model: Kimi, tokenizer: Tokenizer, prompt: list[int], **options) -> Iterator[str]:
+    """Continues a prompt and yields text as it becomes whole characters."""
+    decoder = tokenizer.decoder()
+    for (token,) in stream(model, [prompt], stop=(tokenizer.eos_id,), **options):
+        if token is not None:
+            yield decoder.push(token)
+    yield decoder.finish()
+
+
+def check_same(saved: dict, current: dict, folder: Path) -> None:
+    """Refuses to resume a checkpoint of another model, optimizer, data or batch; names each difference."""
+    before, now = _leaves(saved), _leaves(json.loads(json.dumps(current)))
+    changed = sorted(
+        f"{key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now"
+        for key in before.keys() | now.keys()
+        if before.get(key) != now.get(key) and key not in MAY_CHANGE and not key.endswith(".path")
+    )
+    if changed:
+        raise ConfigError(
+            f"{folder} holds a run with other settings:\n  " + "\n  ".join(changed) + "\nSet them back, choose "
+            "another --name, or begin anew with --restart"
+        )
+
+
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        items: Iterable = tree.items()
+    elif isinstance(tree, list):
+        items = enumerate(tree)
+    else:
+        return {prefix: tree}
+    return {path: leaf for key, value in items for path, leaf in _leaves(value, f"{prefix}.{key}".lstrip(".")).items()}
+
+
+def _data(config: Config, saved: dict | None, console: Console):
+    """Tokenizer and training batches; refuses data that a checkpoint was not trained on."""
+    if saved is not None:
+        tokenizer = tokenizers.loads(saved["tokenizer"])
+    else:
+        with console.status("Reading text and making the tokenizer"):
+            tokenizer = pipeline.make_tokenizer(config)
+    with console.status("Tokenizing"):
+        data = pipeline.train_iterator(config, tokenizer, seed=config.train.seed)
+    if saved is not None and saved["fingerprint"] != data.fingerprint:
+        raise ConfigError(
+            "the training data are not those of the checkpoint (files, their order or contents changed); "
+            "restore them, or begin anew with --restart"
+        )
+    return tokenizer, data
+
+
+def _record(log, step: int, results: dict, batch: Batch, *, since: float) -> dict[str, Any]:
+    """Reads a step's metrics from the device and writes them."""
+    values: dict[str, Any] = {}
+    for name, value in results.items():
+        array = np.asarray(value)
+        values[name] = array.tolist() if array.ndim else array.item()
+    values["tokens_per_second"] = values["tokens"] / since if since > 0 else math.nan
+    log.write(step, "train", **values)
+    return {"step": step, **values}
+
+
+def _too_many(record, checkpoints, folder: Path) -> TooManySkips:
+    step, results, batch = record
+    np.savez(folder / "skipped_batch.npz", **batch)
+    return TooManySkips(
+        f"{int(results['skips_in_a_row'])} steps in a row were skipped up to step {step}: the last loss is "
+        f"{float(results['loss']):.4g} and its gradient's norm {float(results['grad_norm']):.4g}. Parameters are "
+        f"those of the last good step; the newest checkpoint is step {checkpoints.latest}; the batch is in "
+        f"{folder / 'skipped_batch.npz'}. Lower optim.learning_rate or raise train.spike_threshold"
+    )
+
+
+class _Display:
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console, steps: int, start: int, data):
+        self.console, self.steps, self.start = console, steps, start
+        self.live = console.is_terminal
+        self.fields = "loss {loss:.3f}  bits/byte {bits_per_byte:.3f}  {tokens_per_second:,.0f} tokens/s"
+        self.validation = ""
+        self.clock = time.perf_counter()
+        self.began = self.clock
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            console=console,
+            disable=not self.live,
+        )
+        self.task = self.progress.add_task("compiling the step", total=steps, completed=start)
+
+    def __enter__(self) -> _Display:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.progress.stop()
+
+    def interval(self) -> float:
+        """Seconds since the last call."""
+        before, self.clock = self.clock, time.perf_counter()
+        return self.clock - before
+
+    def show(self, record: dict) -> None:
+        text = self.fields.format(**record) + self.validation
+        self.progress.update(self.task, completed=record["step"], description=text)
+        done = record["step"] - self.start
+        if not self.live and (done in (1, 10) or record["step"] % max(1, self.steps // 20) == 0):
+            left = (self.clock - self.began) / done * (self.steps - record["step"])
+            self.console.print(f"step {record['step']}/{self.steps}  {text}  {left:,.0f} s left", soft_wrap=True)
+
+    def evaluated(self, result: dict) -> dict:
+        self.validation = f"  validation {result['bits_per_byte']:.3f}"
+        self.interval()  # an evaluation is not training time
+        return result
+
+
+class _Stop:
+    """Remembers that a signal asked to stop."""
+
+    signum: int | None = None
+
+    def __call__(self, signum: int, frame) -> None:
+        if self.signum is not None:
+            raise KeyboardInterrupt
+        self.signum = signum
+        print("\nStopping after this step; again to stop at once.", file=sys.stderr)
+
+    def check(self, message: str) -> None:
+        if self.signum is not None:
+            raise Interrupted(self.signum, message)
+
+
+@contextmanager
+def _signals():
+    """Ctrl-C and SIGTERM ask the loop to save and stop; a second one interrupts at once."""
+    stop = _Stop()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_folder(folder: Path, config: Config, state_bytes: int) -> None:
+    """The disk can be written and holds the checkpoints to come, one in flight included."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".write_test"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error}; choose another --train.runs-dir") from error
+    needed = state_bytes * (config.train.keep_last + 1)
+    held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    free = shutil.disk_usage(folder).free + held
+    if needed > free:
+        raise ConfigError(
+            f"{folder}: {config.train.keep_last} checkpoints and one being written need {needed:,} bytes, "
+            f"{free:,} are free; choose another --train.runs-dir or a smaller --train.keep-last"
+        )
+
+
+def _remove(folder: Path) -> None:
+    """Removes what a run writes, and nothing else that may lie in the folder."""
+    for name in ARTIFACTS:
+        path = folder / name
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _final_record(folder: Path, steps: int) -> dict | None:
+    records = [r for r in metrics.read(folder / "metrics.jsonl") if r["kind"] == "final" and r["step"] == steps]
+    return records[-1] if records else None
+
+
+def _print_summary(console: Console, folder: Path, final: dict) -> None:
+    sample = folder / "sample.txt"
+    if sample.is_file():
+        console.rule("sample", style="dim")
+        console.print(sample.read_text().rstrip(), markup=False, soft_wrap=True)
+        console.rule(style="dim")
+    console.print(f"Curves: {folder / 'curves.png'}   numbers: {folder / 'metrics.jsonl'}", soft_wrap=True)
+    console.print(f"xz -9 on the same validation bytes: {final['xz_bits_per_byte']:.2f}")
+    console.print(f"val bits per byte: {final['bits_per_byte']:.2f}")
+
+
+def _command() -> str:
+    return " ".join(["python", *sys.argv]) if sys.argv[0].endswith(".py") else " ".join(sys.argv)
+
+
+def _write(path: Path, text: str) -> None:
+    partial_path = path.with_name(path.name + ".partial")
+    partial_path.write_text(text)
+    os.replace(partial_path, path)
