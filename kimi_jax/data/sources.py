@@ -89,6 +89,7 @@ def read(source: Source, problems: Problems) -> Iterator[Document]:
     if source.kind == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in root.rglob("*.py") if not NOT_LIBRARY.intersection(p.relative_to(root).parts)]
+        paths = [p for p in paths if not p.name.startswith("_sysconfigdata")]  # how this machine built Python
     else:
         root = Path(source.path)
         if not root.exists():
@@ -196,7 +197,7 @@ def unit_hash(key: str) -> float:
     """A number in [0, 1) that depends on the key alone, on every machine alike.
 
     >>> round(unit_hash("abc.py"), 4)
-    0.0
+    0.8085
     """
     return int.from_bytes(blake2b(key.encode(), digest_size=6).digest(), "big") / 2**48
 

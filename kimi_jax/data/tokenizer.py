@@ -25,9 +25,9 @@ from kimi_jax.data.sources import unit_hash
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")  # ids 0, 1, 2 of the tokenizers that are made here
 
-# Where `bpe` cuts text before it merges, chosen on the standard library at 4096 tokens. A line break takes the
-# indentation and the first word after it, a word takes the punctuation before it and keeps its underscores
-# ("\n        self", "(path", ".append"), and digits go by three.
+# Where `bpe` cuts text before it merges, chosen on the standard library at 4096 tokens: a word keeps its
+# underscores and takes the punctuation, or the line break and indentation, before it; other punctuation takes those
+# after it; digits go by three: "(self", "):\n        ", "\n        return", ".append", "123".
 BPE_PATTERN = r"(?:\s*\n[ \t]*| )?[^\s\w]*[\p{L}_]+|\p{N}{1,3}| ?[^\s\w]+(?:\s*\n[ \t]*)?|\s*\n[ \t]*|[ \t]+|\s+"
 BPE_TRAINING_CHARS = 16_000_000  # more text hardly moves the merges of a small vocabulary, and takes longer
 
@@ -141,7 +141,8 @@ class Tokenizer(abc.ABC):
 class TextStream:
     """Turns ids that come one by one into text, and never gives half a character.
 
-    What was given and what `finish` returns make up `decode` of all ids.
+    What was given and what `finish` returns make up `decode` of all ids. (Where ids are not byte strings, a decoder
+    may still change its mind about text before broken bytes; what was given stays.)
 
     >>> stream = ByteTokenizer().stream()
     >>> [stream(id + 3) for id in "é!".encode()], stream.finish()
