@@ -59,7 +59,7 @@ def measure(n, k, e, d, f):
     rows = jnp.asarray(rng.normal(size=(e, fullest, d)), jnp.float32)
 
     def ours(x, weights, *matrices, backend):
-        return experts.expert_mlp(x, jnp.asarray(indices), weights, *matrices, swiglu, backend=backend)
+        return experts.expert_mlp(x, jnp.asarray(indices), weights, *matrices, activation=swiglu, backend=backend)
 
     result = {"tokens": n, "choices": k, "experts": e, "d": d, "f": f, "block": experts._block_size(n * k, e)}
     for name, function, args in (

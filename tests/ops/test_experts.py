@@ -32,7 +32,7 @@ def case(n=37, k=2, e=6, d=10, f=14, routing="random", seed=0):
 @partial(jax.jit, static_argnames=("backend", "activation"))
 def with_gradients(indices, d_out, arrays, *, backend, activation=situ):
     def run(x, weights, *matrices):
-        return expert_mlp(x, indices, weights, *matrices, activation, backend=backend)
+        return expert_mlp(x, indices, weights, *matrices, activation=activation, backend=backend)
 
     out, pull = jax.vjp(run, *arrays)
     return out, pull(d_out)
@@ -71,7 +71,7 @@ def test_forward_and_gradients(name, backend):
         out, gradients = with_gradients(indices, jnp.asarray(d_out), wide, backend=backend)
         _, expected = jax.jit(dense)(indices, jnp.asarray(d_out), wide)
         assert out.dtype == jnp.float64
-        assert rel_to_rms(out, oracles.expert_mlp(arrays[0], indices, *arrays[1:], situ_oracle)) < 1e-12
+        assert rel_to_rms(out, oracles.expert_mlp(arrays[0], indices, *arrays[1:], activation=situ_oracle)) < 1e-12
         for ours, theirs in zip(gradients, expected, strict=True):
             assert rel_to_max(ours, theirs) < 1e-12
 
@@ -83,7 +83,7 @@ def test_float32(backend):
     narrow, d_out = [jnp.asarray(a, jnp.float32) for a in arrays], jnp.asarray(d_out, jnp.float32)
     out, gradients = with_gradients(indices, d_out, narrow, backend=backend)
     assert out.dtype == jnp.float32
-    assert rel_to_rms(out, oracles.expert_mlp(arrays[0], indices, *arrays[1:], situ_oracle)) < 1e-5
+    assert rel_to_rms(out, oracles.expert_mlp(arrays[0], indices, *arrays[1:], activation=situ_oracle)) < 1e-5
     for ours, theirs in zip(gradients, jax.jit(dense)(indices, d_out, narrow)[1], strict=True):
         assert ours.dtype == jnp.float32
         assert rel_to_max(ours, theirs) < 1e-5
@@ -106,7 +106,7 @@ def test_bfloat16_sums_in_float32_and_the_weight_comes_after_w_down(backend):
             y = swiglu(gate, up) @ matrices[2][expert]
             total[token] += np.asarray(y, np.float32) * float(weights[token, choice])
     assert rel_to_rms(out, total) < 2e-2
-    exact = oracles.expert_mlp(x, indices, weights, *matrices, lambda g, u: oracles.silu(g) * u)
+    exact = oracles.expert_mlp(x, indices, weights, *matrices, activation=lambda g, u: oracles.silu(g) * u)
     assert rel_to_rms(out, exact) < 5e-2
 
 
