@@ -7,6 +7,55 @@ from kimi_jax.ops.segments import document_ids, positions
 from kimi_jax.ops.situ import silu
 
 
+def _spread(mask: jax.Array, like: jax.Array) -> jax.Array:
+    """[b, t] -> [b, t, 1, ..], to go with an array of channels."""
+    return mask.reshape(*mask.shape, *[1] * (like.ndim - 2))
+
+
+def _window(x: jax.Array, start: int | jax.Array, size: int, reach: jax.Array | None, back: int | jax.Array):
+    """x[:, start : start + size], without the outputs that do not see `back` inputs back."""
+    part = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+    return part if reach is None else jnp.where(_spread(reach >= back, x), part, 0)
+
+
+@jax.custom_vjp
+def _taps(inputs: jax.Array, weight: jax.Array, reach: jax.Array | None) -> jax.Array:
+    """[b, w-1+t, *channels] -> [b, t, *channels]: the weighted sum of shifts.
+
+    The derivative is by hand for speed on CPUs, where what XLA fuses by itself was 10 times slower.
+    """
+    before = weight.shape[-1] - 1
+    size = inputs.shape[1] - before
+    shifts = [
+        _window(inputs, before - back, size, reach, back) * weight[..., before - back] for back in range(before + 1)
+    ]
+    return sum(shifts[1:], shifts[0])
+
+
+def _taps_bwd(residuals, d_out):
+    inputs, weight, reach = residuals
+    before, size = weight.shape[-1] - 1, d_out.shape[1]
+    # The barrier has d_out computed once, rather than again inside each shift.
+    sides = ((0, 0), (before, before))
+    padded = jax.lax.optimization_barrier(jnp.pad(d_out, (*sides, *[(0, 0)] * (d_out.ndim - 2))))
+    seen = None if reach is None else jnp.pad(reach, sides)
+    shifts = [
+        _window(padded, back, size + before, None if seen is None else seen[:, back : back + size + before], back)
+        * weight[..., before - back]
+        for back in range(before + 1)
+    ]
+    d_inputs = sum(shifts[1:], shifts[0])
+    d_out = padded[:, before : before + size]
+    d_weight = jax.lax.map(
+        lambda tap: jnp.sum(_window(inputs, tap, size, reach, before - tap) * d_out, axis=(0, 1)),
+        jnp.arange(before + 1),
+    )
+    return d_inputs, jnp.moveaxis(d_weight, 0, -1), None
+
+
+_taps.defvjp(lambda *args: (_taps(*args), args), _taps_bwd)
+
+
 def short_conv(
     x: jax.Array,
     weight: jax.Array,
@@ -48,9 +97,6 @@ def short_conv(
     else:
         raise ValueError(f"conv tail {tail.shape} must hold the last taps - 1 inputs: {(b, before, *channels)}")
 
-    def spread(mask):  # [b, t] over the channels
-        return mask.reshape(*mask.shape, *[1] * len(channels))
-
     if segment_ids is None:
         inputs = jnp.concatenate([history, x], axis=1)
         new_tail = inputs[:, t:]
@@ -59,7 +105,7 @@ def short_conv(
         real = document > 0
         row = jax.vmap(lambda inputs, tail, first: jax.lax.dynamic_update_slice_in_dim(inputs, tail, first, 0))
         window = jax.vmap(lambda inputs, start: jax.lax.dynamic_slice_in_dim(inputs, start, before, 0))
-        x = jnp.where(spread(real), x, 0)  # a NaN in padding times a zero tap is still NaN
+        x = jnp.where(_spread(real, x), x, 0)  # a NaN in padding times a zero tap is still NaN
         # The tail goes right before the first real token, over leading padding that nothing reads.
         inputs = jnp.pad(x, ((0, 0), (before, 0), *[(0, 0)] * len(channels)))
         inputs = row(inputs, history, jnp.argmax(real, axis=1))
@@ -68,16 +114,11 @@ def short_conv(
         number = jnp.max(document, axis=1)
         length = jnp.where(number > 1, jnp.take_along_axis(place, last[:, None], axis=1)[:, 0] + 1, before)
         own = jnp.arange(before) >= before - length[:, None]
-        new_tail = jnp.where(spread(own), window(inputs, last + 1), 0)
+        new_tail = jnp.where(_spread(own, x), window(inputs, last + 1), 0)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    inputs, weight = inputs.astype(wide), weight.astype(wide)
-    total = inputs[:, before:] * weight[..., before]
-    for back in range(1, before + 1):
-        term = inputs[:, before - back : before - back + t]
-        if segment_ids is not None:
-            term = jnp.where(spread((place >= back) | (document == 1)), term, 0)
-        total += term * weight[..., before - back]
-    y = silu(total)
+    # How many earlier inputs a token sees: those of its document, and for the first document the tail too.
+    reach = None if segment_ids is None else jnp.where(document == 1, before, place)
+    y = silu(_taps(inputs.astype(wide), weight.astype(wide), reach))
     if segment_ids is not None:
-        y = jnp.where(spread(real), y, 0)
+        y = jnp.where(_spread(real, y), y, 0)
     return y.astype(x.dtype), new_tail
