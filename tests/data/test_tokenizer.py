@@ -298,7 +298,7 @@ def test_a_damaged_tokenizer_json_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer\.json of the tokenizers library"):
         tokenizer.make(TokenizerConfig(kind="tokenizers", path=str(path)), model_config(1000), [])
-    with pytest.raises(ConfigError, match="cannot read the tokenizer .*No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the tokenizer .*No such file"):
         tokenizer.make(TokenizerConfig(kind="tokenizers", path=str(tmp_path / "no")), model_config(1000), [])
     with pytest.raises(ConfigError, match="is no saved tokenizer"):
         tokenizer.load(tmp_path)
@@ -309,7 +309,7 @@ def test_a_tokenizer_must_suit_the_model(tmp_path):
         tokenizer.make(TokenizerConfig(), model_config(258), [])
     with pytest.raises(ConfigError, match=r"model\.eos_token_id=5 is not the bytes tokenizer's 1; set it to 1"):
         tokenizer.make(TokenizerConfig(), model_config(300, eos=5), [])
-    with pytest.raises(ConfigError, match="vocab_size=258 is too small for bpe.* at least 259"):
+    with pytest.raises(ConfigError, match=r"vocab_size=258 is too small for bpe.* at least 259"):
         tokenizer.make(TokenizerConfig(kind="bpe"), model_config(258), CORPUS)
     assert tokenizer.make(TokenizerConfig(kind="bpe"), model_config(320), CORPUS).vocab_size == 320
 
