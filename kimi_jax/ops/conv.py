@@ -69,6 +69,7 @@ def short_conv(
         # Token i stands at inputs[i + before]; a document's own inputs and, for the first, the tail are kept.
         number = jnp.max(document, axis=1)
         length = jnp.where(number > 1, jnp.take_along_axis(place, last[:, None], axis=1)[:, 0] + 1, before)
+        reach = jnp.where(document == 1, before, place)  # how many inputs back a token sees
         own = jnp.arange(before) >= before - length[:, None]
         new_tail = jnp.where(_spread(own, x), window(inputs, last + 1), 0)
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -76,8 +77,8 @@ def short_conv(
     total = inputs[:, before:] * weight[..., before]
     for back in range(1, before + 1):
         shifted = inputs[:, before - back : before - back + t]
-        if segment_ids is not None:  # a first document sees into the tail, however short it is
-            shifted = jnp.where(_spread((place >= back) | (document == 1), x), shifted, 0)
+        if segment_ids is not None:
+            shifted = jnp.where(_spread(jnp.greater_equal(reach, back), x), shifted, 0)
         total += shifted * weight[..., before - back]
     y = silu(total)
     if segment_ids is not None:

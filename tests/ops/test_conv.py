@@ -44,7 +44,7 @@ def run_wide(x, weight, tail, segment_ids, seed=1):
     cotangents = rng.normal(size=x.shape), rng.normal(size=(len(x), TAPS - 1, x.shape[-1]))
     with jax.enable_x64(True):
         given = [None if a is None else jnp.asarray(a) for a in (x, weight, tail, segment_ids, *cotangents)]
-        return with_gradients(*given), cotangents
+        return jax.tree.map(np.asarray, with_gradients(*given)), cotangents
 
 
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole rows", "packed"])

@@ -1,0 +1,163 @@
+"""Attention against a loop over queries, with rows, lengths and buffers that break masks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kimi_jax.ops.attention import attention
+from tests import oracles
+from tests.conftest import rel_to_max, rel_to_rms
+
+DOCUMENTS = np.array([[0, 1, 1, 1, 2, 2, 0, 3, 3, 3, 3], [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]])
+
+
+def arrays(b=2, t=11, s=11, h=4, g=4, k=6, v=5, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape) for shape in ((b, t, h, k), (b, s, g, k), (b, s, g, v))]
+
+
+@partial(jax.jit, static_argnames=("block_size",))
+def with_gradients(q, k, v, d_o, q_documents, kv_documents, q_start, *, block_size=512):
+    def run(q, k, v):
+        return attention(
+            q,
+            k,
+            v,
+            scale=0.7,
+            q_documents=q_documents,
+            kv_documents=kv_documents,
+            q_start=q_start,
+            block_size=block_size,
+        )
+
+    (o, top), pull = jax.vjp(run, q, k, v)
+    return o, top, pull((d_o, jnp.ones_like(top)))  # max_logits must carry no gradient
+
+
+def run_wide(arrays, documents=(None, None), q_start=0, block_size=512):
+    q, _, v = arrays
+    d_o = np.random.default_rng(5).normal(size=(*q.shape[:3], v.shape[-1]))
+    with jax.enable_x64(True):
+        given = [jnp.asarray(a) for a in (*arrays, d_o)]
+        given += [None if a is None else jnp.asarray(a) for a in documents]
+        return jax.tree.map(np.asarray, with_gradients(*given, q_start, block_size=block_size)), d_o
+
+
+def oracle(arrays, documents):
+    q, k, v = arrays
+    return oracles.attention(q, k, v, 0.7, *documents)
+
+
+@pytest.mark.parametrize("g", [4, 2, 1])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("block_size", [512, 4])
+def test_forward_and_gradients(g, packed, block_size):
+    given = arrays(g=g)
+    documents = (DOCUMENTS, DOCUMENTS) if packed else (None, None)
+    (o, top, gradients), d_o = run_wide(given, documents, block_size=block_size)
+    expected, expected_top = oracle(given, documents)
+    np.testing.assert_allclose(o, expected, atol=1e-12)
+    np.testing.assert_allclose(top, expected_top, atol=1e-12)
+    for i, gradient in enumerate(gradients):
+        step = np.random.default_rng(i).normal(size=given[i].shape) * 1e-5
+        values = []
+        for sign in (1, -1):
+            moved = [a + sign * step if j == i else a for j, a in enumerate(given)]
+            values.append(np.sum(oracle(moved, documents)[0] * d_o))
+        assert np.sum(gradient * step) == pytest.approx((values[0] - values[1]) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_block_size_changes_nothing(packed):
+    documents = (DOCUMENTS, DOCUMENTS) if packed else (None, None)
+    (o, top, gradients), _ = run_wide(arrays(), documents)
+    for block_size in (1, 3, 5, 10, 11):
+        other, _ = run_wide(arrays(), documents, block_size=block_size)
+        np.testing.assert_allclose(other[0], o, atol=1e-13)
+        np.testing.assert_allclose(other[1], top, rtol=1e-14)
+        for ours, theirs in zip(other[2], gradients, strict=True):
+            assert rel_to_max(ours, theirs) < 1e-12
+
+
+def test_poisoned_padding_reaches_nothing():
+    clean, _ = run_wide(arrays(), (DOCUMENTS, DOCUMENTS), block_size=4)
+    poisoned = [np.where(DOCUMENTS[..., None, None] > 0, a, np.nan) for a in arrays()]
+    other, _ = run_wide(poisoned, (DOCUMENTS, DOCUMENTS), block_size=4)
+    jax.tree.map(np.testing.assert_array_equal, other, clean)
+    assert not np.any(other[0][DOCUMENTS == 0])
+    assert not any(np.any(gradient[DOCUMENTS == 0]) for gradient in other[2])
+
+
+@pytest.mark.parametrize("t", [1, 3])
+def test_queries_at_the_end_of_a_cache_whose_rest_is_garbage(t):
+    """Decoding: slots after the queries hold NaN; the document numbers come from the cache."""
+    q, k, v = arrays()
+    whole, _ = oracles.attention(q, k, v, 0.7, DOCUMENTS, DOCUMENTS)
+    for start in (0, 4, 8):
+        end = start + t
+        cache = [np.concatenate([a[:, :end], np.full_like(a, np.nan)], axis=1) for a in (k, v)]
+        numbers = np.concatenate([DOCUMENTS[:, :end], np.zeros_like(DOCUMENTS)], axis=1)
+        part = [q[:, start:end], *cache]
+        (o, _, gradients), _ = run_wide(part, (DOCUMENTS[:, start:end], numbers), q_start=start)
+        np.testing.assert_allclose(o, whole[:, start:end], atol=1e-12)
+        assert all(np.isfinite(gradient).all() for gradient in gradients)
+        (o, _, _), _ = run_wide(part, q_start=start)  # one document, the length known from q_start alone
+        np.testing.assert_allclose(o, oracles.attention(q, k, v, 0.7)[0][:, start:end], atol=1e-12)
+
+
+def test_causality_by_gradient():
+    q, k, v = (jnp.asarray(a, jnp.float32) for a in arrays(b=1, h=2, g=1))
+
+    def output(k, v):
+        return attention(q, k, v, scale=0.7, block_size=4)[0].sum(axis=(0, 2, 3))  # [t]
+
+    for jacobian in jax.jit(jax.jacobian(output, argnums=(0, 1)))(k, v):  # [t, b, s, g, .]
+        reach = np.abs(jacobian).sum(axis=(1, 3, 4))
+        assert not np.any(np.triu(reach, 1))
+        assert np.all(np.diag(reach)[1:] > 0)
+
+
+def test_nothing_to_see_and_extreme_scores():
+    q, k, v = (jnp.asarray(a, jnp.float32) for a in arrays())
+    none = jnp.zeros((2, 11), jnp.int32)
+    o, top, gradients = with_gradients(q, k, v, jnp.ones_like(v), none, none, 0)
+    assert not np.any(o)
+    assert np.all(top == -np.inf)
+    assert all(not np.any(gradient) for gradient in gradients)
+    o, top, gradients = with_gradients(1e4 * q, 1e3 * k, v, jnp.ones_like(v), None, None, 0, block_size=4)
+    assert np.isfinite(o).all() and np.isfinite(top).all()
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+    o, top, _ = with_gradients(-jnp.abs(q), jnp.abs(k), v, jnp.ones_like(v), None, None, 0)
+    assert np.all(top < 0)  # the masked scores are not in the maximum
+
+
+def test_bfloat16_is_summed_in_float32():
+    q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in arrays(t=40, s=40, k=32, v=24))
+    o, top = attention(q, k, v, scale=0.3)
+    assert o.dtype == top.dtype == jnp.float32
+    expected = oracles.attention(q, k, v, 0.3)
+    assert rel_to_rms(o, expected[0]) < 1e-4
+    assert rel_to_rms(top, expected[1]) < 1e-5
+
+
+def test_long_rows_do_not_hold_all_scores():
+    """4096 queries and keys: all scores of 4 heads are 256 MiB."""
+    shape = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.float32)
+
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v, scale=0.25, block_size=256)[0] ** 2)
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 100 * 2**20
+
+
+def test_wrong_shapes_are_refused():
+    q, k, v = (jnp.asarray(a, jnp.float32) for a in arrays())
+    with pytest.raises(ValueError, match="g dividing"):
+        attention(q, k[:, :, :3], v[:, :, :3], scale=1.0)
+    with pytest.raises(ValueError, match="g dividing"):
+        attention(q, k, v[:, :-1], scale=1.0)
