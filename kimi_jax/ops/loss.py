@@ -1,0 +1,116 @@
+"""Next-token cross-entropy, weighted by token: sums and not means, so that parts of a batch add up."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums weight * nll over tokens: nll = log(sum_v exp(logits_v)) - logits_target.
+
+    Divide the first by the second only after adding up all micro-batches and devices: a mean of means weights
+    tokens by the company they keep.
+
+    Args:
+      logits: [..., vocab].
+      targets: [...] int token ids; any value where the weight is 0.
+      weights: [...] weight of each token, 0 for padding: what the logits hold there, NaN included, has no effect.
+
+    Returns:
+      (sum of weight * nll in nats, sum of weights), scalars in at least float32.
+    """
+    nll, weights, _ = _nll(logits, targets, weights)
+    return jnp.sum(weights * nll), jnp.sum(weights)
+
+
+def _nll(logits, targets, weights):
+    """-> nll [...], weights [...], log-probabilities' normaliser [..., 1], all in at least float32."""
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    weights = weights.astype(wide)
+    logits = jnp.where((weights != 0)[..., None], logits.astype(wide), 0)
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.sum(jnp.where(_one_hot(targets, logits), logits, 0), axis=-1)
+    return total[..., 0] - chosen, weights, total
+
+
+def _one_hot(targets, logits):
+    return targets[..., None] == jnp.arange(logits.shape[-1])
+
+
+def linear_cross_entropy(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    chunk_size: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+    """`cross_entropy` of logits = x head, without ever holding the logits of more than `chunk_size` tokens.
+
+    The gradient of a sum over tokens is known up to one factor as soon as a chunk's logits are, so it is taken
+    while they are there: one matmul forward and two for the gradients, none repeated, none at all when not
+    differentiated.
+
+    Args:
+      x: [..., d] hidden states.
+      head: [d, vocab].
+      targets: [...] int token ids; any value where the weight is 0.
+      weights: [...] weight of each token, 0 for padding: what x holds there, NaN included, has no effect.
+      chunk_size: tokens at a time; need not divide their number.
+
+    Returns:
+      (sum of weight * nll in nats, sum of weights), scalars in at least float32.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    weights = weights.astype(wide).reshape(-1)
+    x = jnp.where((weights != 0)[:, None], x.reshape(-1, x.shape[-1]), 0)
+    n = x.shape[0]
+    chunk = min(chunk_size, n)
+    fill = -n % chunk
+    x = jnp.pad(x, ((0, fill), (0, 0))).reshape(-1, chunk, x.shape[-1])
+    targets = jnp.pad(targets.reshape(-1), (0, fill)).reshape(-1, chunk)
+    return _summed(x, head, targets, jnp.pad(weights, (0, fill)).reshape(-1, chunk)), jnp.sum(weights)
+
+
+@jax.custom_vjp
+def _summed(x, head, targets, weights):
+    """x [chunks, c, d], head [d, vocab], targets and weights [chunks, c] -> sum of weight * nll."""
+    return _chunks(x, head, targets, weights, gradients=False)[0]
+
+
+@partial(jax.jit, static_argnames=("gradients",))
+def _chunks(x, head, targets, weights, *, gradients):
+    wide = weights.dtype
+    head = head.astype(x.dtype)
+
+    def step(carry, chunk):
+        loss, d_head = carry
+        x, targets, weights = chunk
+        logits = jnp.dot(x, head, preferred_element_type=wide)
+        nll, _, total = _nll(logits, targets, weights)
+        loss += jnp.sum(weights * nll)
+        if not gradients:
+            return (loss, d_head), None
+        probs = jnp.exp(logits - total)
+        d_logits = weights[:, None] * jnp.where(_one_hot(targets, logits), probs - 1, probs)
+        d_head += jnp.dot(x.astype(wide).T, d_logits)
+        return (loss, d_head), (jnp.dot(d_logits, head.astype(wide).T), nll)
+
+    d_head = jnp.zeros(head.shape, wide) if gradients else None
+    (loss, d_head), outputs = jax.lax.scan(step, (jnp.zeros((), wide), d_head), (x, targets, weights))
+    return loss, d_head, outputs
+
+
+def _summed_fwd(x, head, targets, weights):
+    loss, d_head, (d_x, nll) = _chunks(x, head, targets, weights, gradients=True)
+    # One scalar is still missing, so they are kept wide; the empty arrays carry the dtypes of x and head.
+    return loss, (d_x, d_head, nll, jnp.zeros(0, x.dtype), jnp.zeros(0, head.dtype))
+
+
+def _summed_bwd(residuals, d_loss):
+    d_x, d_head, nll, x, head = residuals
+    return (d_loss * d_x).astype(x.dtype), (d_loss * d_head).astype(head.dtype), None, d_loss * nll
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd)
