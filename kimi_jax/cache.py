@@ -63,9 +63,11 @@ def init_cache(config: ModelConfig, batch_size: int, capacity: int) -> Cache:
     def run_cache(mixer: str, stack: tuple[int, int]) -> KDACache | MLACache:
         if mixer == "mla":
             return MLACache(jnp.zeros((*stack, batch_size, capacity, mla.kv_lora_rank + mla.qk_rope_head_dim), dtype))
-        tail = jnp.zeros((*stack, batch_size, kda.conv_size - 1, kda.num_heads, kda.head_dim), dtype)
-        shape = (*stack, batch_size, kda.num_heads, kda.head_dim, kda.head_dim)
-        return KDACache(jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)), tail, tail, tail)
+        tail = (*stack, batch_size, kda.conv_size - 1, kda.num_heads, kda.head_dim)
+        state = (*stack, batch_size, kda.num_heads, kda.head_dim, kda.head_dim)
+        # Separate arrays, so that a cache can be donated.
+        tails = (jnp.zeros(tail, dtype) for _ in range(3))
+        return KDACache(jnp.zeros(state, jnp.promote_types(dtype, jnp.float32)), *tails)
 
     runs = tuple(
         tuple(run_cache(run.mixer, (segment.repeats, run.length)) for run in segment.runs)
@@ -82,5 +84,5 @@ def advance(cache: Cache, runs: tuple, documents: jax.Array) -> Cache:
     last = jnp.max(documents, axis=1, keepdims=True)
     new = (documents == last) & (documents > 0)
     visible = cache.visible & (last <= 1)
-    visible = jax.lax.dynamic_update_slice(visible, new, (0, cache.length))
+    visible = jax.lax.dynamic_update_slice_in_dim(visible, new, cache.length, 1)
     return dataclasses.replace(cache, runs=runs, visible=visible, length=cache.length + documents.shape[1])

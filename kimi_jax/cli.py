@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import tyro
 
@@ -26,7 +26,7 @@ NAME is one of {names}, or a path to a .py file. `kimi-jax COMMAND --help` lists
 class TrainArgs:
     """Trains a config, or goes on with the run of that name."""
 
-    config: tyro.conf.OmitArgPrefixes[Config]
+    config: Annotated[Config, tyro.conf.arg(name="")]
     restart: bool = False
     """Remove what an earlier run of this name left, and begin anew."""
     dry_run: bool = False
@@ -67,7 +67,7 @@ class GenerateArgs:
 class InspectArgs:
     """Components, shapes and counts of a config; allocates nothing."""
 
-    config: tyro.conf.OmitArgPrefixes[Config]
+    config: Annotated[Config, tyro.conf.arg(name="")]
     optim: bool = False
     """How the optimizer sees each parameter."""
 

@@ -112,7 +112,7 @@ class Kimi(nnx.Module):
         slots = None
         if cache is not None:
             numbered = jnp.ones(tokens.shape, jnp.int32) if documents is None else documents
-            held = jax.lax.dynamic_update_slice(cache.visible.astype(jnp.int32), numbered, (0, cache.length))
+            held = jax.lax.dynamic_update_slice_in_dim(cache.visible.astype(jnp.int32), numbered, cache.length, 1)
             slots = Slots(numbered, held, cache.length)
 
         h = jnp.take(self.embed.get_value().astype(config.dtype), tokens, axis=0)

@@ -28,12 +28,12 @@ def load(path: str | Path, step: int | None = None) -> tuple[Kimi, Config, Token
     Raises:
         ConfigError: there is none, or its arrays are not those of its config.
     """
-    with checkpoint.opened(checkpoint.find(path)) as checkpoints:
-        metadata = checkpoints.metadata(step)
-        config = from_dict(Config, metadata["config"])
+    folder = checkpoint.find(path)
+    with checkpoint.opened(folder) as checkpoints:
+        config = from_dict(Config, checkpoints.metadata(step)["config"])
         template = Kimi(config.model)
         params = checkpoints.restore({"params": arrays(template)}, step)["params"]
-    return with_arrays(template, params), config, tokenizers.loads(metadata["tokenizer"])
+    return with_arrays(template, params), config, tokenizers.load(folder.parent / "tokenizer")
 
 
 def evaluate(
@@ -42,9 +42,9 @@ def evaluate(
     """Bits per byte of a checkpoint on `source`, or on the run's own validation text; see `train.evaluate`."""
     model, config, tokenizer = load(path, step)
     if source is None:
-        batches = pipeline.validation_batches(config, tokenizer, max_tokens=max_tokens)
+        batches = pipeline.load(config.data, config.model, tokenizer).validation_batches(max_tokens=max_tokens)
     else:
-        batches = pipeline.eval_batches(config, tokenizer, source, max_tokens=max_tokens)
+        batches, _ = pipeline.eval_batches([source], tokenizer, config.data, max_tokens=max_tokens)
     return evaluate_batches(evaluation_step(config), arrays(model), batches)
 
 
@@ -59,12 +59,11 @@ def generate(
     seed: int = 0,
 ) -> Iterator[str]:
     """Continues `prompt` with a checkpoint; yields text as it is made."""
-    model, config, tokenizer = load(path, step)
-    tokens = [config.model.bos_token_id, *map(int, tokenizer.encode(prompt))]
+    model, _, tokenizer = load(path, step)
     return sample_text(
         model,
         tokenizer,
-        tokens,
+        prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -25,6 +25,7 @@ from kimi_jax import checkpoint, metrics
 from kimi_jax.config import Config, ConfigError, to_dict
 from kimi_jax.data import pipeline
 from kimi_jax.data import tokenizer as tokenizers
+from kimi_jax.data.pipeline import Data
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.generate import stream
 from kimi_jax.layers.param import with_arrays
@@ -42,7 +43,7 @@ MAY_CHANGE = {
 
 ARTIFACTS = (
     *("config.json", "metrics.jsonl", "curves.png", "sample.txt", "skipped_batch.npz"),
-    *("checkpoints", "tensorboard"),
+    *("checkpoints", "tensorboard", "tokenizer"),
 )
 
 
@@ -97,35 +98,37 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
                 console.print(f"This run is finished at step {config.train.steps}; --restart begins anew.")
                 _print_summary(console, folder, final)
                 return final
-        tokenizer, data = _data(config, saved, console)
+        data = _data(config, folder, saved, console)
+        batches = data.train_iterator(seed=config.train.seed)
         if saved is None:
             state = init_state(config, optimizer)
         else:
             state = checkpoints.restore(shapes)
-            data.set_state(saved["data"])
+            batches.set_state(saved["batches"])
             console.print(f"Continuing from step {checkpoints.latest}.")
+        stop.check(f"Stopped before the first step. The same command starts: {_command()}")
         _write(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
         log = metrics.Metrics(folder, first_step=int(state.step), tensorboard=config.train.tensorboard)
         try:
-            state = _loop(config, optimizer, state, data, tokenizer, checkpoints, log, folder, stop, console)
-            final = _finish(config, state, tokenizer, log, folder, stop, console)
+            state = _loop(config, optimizer, state, data, batches, checkpoints, log, folder, stop, console)
+            final = _finish(config, state, data, log, folder, stop, console)
         finally:
             log.close()
     _print_summary(console, folder, final)
     return final
 
 
-def _loop(config, optimizer, state, data, tokenizer, checkpoints, log, folder, stop, console) -> State:
+def _loop(config, optimizer, state, data: Data, batches, checkpoints, log, folder, stop, console) -> State:
     """Steps until the end. Step n is dispatched before the metrics of n - 1 are read, so the device never waits."""
     train = config.train
     step_fn = jax.jit(make_step(config, optimizer), donate_argnums=0)
-    evaluate = _Evaluator(config, tokenizer)
+    eval_step = evaluation_step(config)
     start = done = int(state.step)
     pending: tuple[int, dict, Batch] | None = None
 
     def save():
-        metadata = {"config": to_dict(config), "data": data.get_state(), "tokenizer": tokenizers.dumps(tokenizer)}
-        metadata["fingerprint"] = data.fingerprint
+        # The stream's state is that of the batches handed out, so it belongs to this state exactly.
+        metadata = {"config": to_dict(config), "batches": batches.get_state(), "data": data.fingerprint}
         checkpoints.save(done, state, metadata)
 
     def flush():
@@ -138,7 +141,7 @@ def _loop(config, optimizer, state, data, tokenizer, checkpoints, log, folder, s
 
     with _Display(console, train.steps, start, config.data) as display:
         while done < train.steps:
-            batch = next(data)
+            batch = next(batches)
             state, results = step_fn(state, batch)
             flush()
             done += 1
@@ -147,7 +150,8 @@ def _loop(config, optimizer, state, data, tokenizer, checkpoints, log, folder, s
             due = done % train.checkpoint_every == 0 or last
             if done % train.eval_every == 0 and not last:
                 flush()
-                log.write(done, "eval", **display.evaluated(evaluate(state.params, train.eval_tokens, stop)))
+                some = data.validation_batches(max_tokens=train.eval_tokens)
+                log.write(done, "eval", **display.evaluated(evaluate(eval_step, state.params, some, stop)))
                 metrics.plot(log.path, folder / "curves.png")
             if stop.signum is not None or due:
                 flush()
@@ -157,20 +161,18 @@ def _loop(config, optimizer, state, data, tokenizer, checkpoints, log, folder, s
     return state
 
 
-def _finish(config, state, tokenizer, log, folder, stop, console) -> dict[str, Any]:
+def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, Any]:
     """The last evaluation, over all validation text; the sample; the curves; the final record."""
-    evaluator = _Evaluator(config, tokenizer)
     with console.status("Evaluating on all validation text"):
-        result = evaluator(state.params, None, stop)
-    raw = evaluator.raw_bytes()
+        result = evaluate(evaluation_step(config), state.params, data.validation_batches(), stop)
+    raw = data.validation_bytes()
     packed = len(lzma.compress(raw, preset=9))
     stop.check(f"Stopped; training is finished. The same command ends it: {_command()}")
     model = with_arrays(Kimi(config.model), state.params)
-    prompt = tokenizer.encode(config.train.sample_prompt)
     pieces = sample_text(
         model,
-        tokenizer,
-        [config.model.bos_token_id, *map(int, prompt)],
+        data.tokenizer,
+        config.train.sample_prompt,
         max_new_tokens=config.train.sample_tokens,
         temperature=0.8,
         top_p=0.95,
@@ -181,21 +183,6 @@ def _finish(config, state, tokenizer, log, folder, stop, console) -> dict[str, A
     log.write(config.train.steps, "final", **final)
     metrics.plot(log.path, folder / "curves.png")
     return {"step": config.train.steps, "kind": "final", **final}
-
-
-class _Evaluator:
-    """Loss and bits per byte on the validation text."""
-
-    def __init__(self, config: Config, tokenizer: Tokenizer):
-        self.config, self.tokenizer = config, tokenizer
-        self.step = evaluation_step(config)
-
-    def __call__(self, params: dict, max_tokens: int | None, stop=None) -> dict[str, float]:
-        batches = pipeline.validation_batches(self.config, self.tokenizer, max_tokens=max_tokens)
-        return evaluate(self.step, params, batches, stop)
-
-    def raw_bytes(self) -> bytes:
-        return pipeline.validation_bytes(self.config)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -221,13 +208,14 @@ def evaluate(step, params: dict, batches: Iterable[Batch], stop=None) -> dict[st
     return {"loss": nats / max(tokens, 1), "bits_per_byte": bits, "tokens": tokens, "bytes": num_bytes}
 
 
-def sample_text(model: Kimi, tokenizer: Tokenizer, prompt: list[int], **options) -> Iterator[str]:
-    """Continues a prompt and yields text as it becomes whole characters."""
-    decoder = tokenizer.decoder()
-    for (token,) in stream(model, [prompt], stop=(tokenizer.eos_id,), **options):
+def sample_text(model: Kimi, tokenizer: Tokenizer, prompt: str, **options) -> Iterator[str]:
+    """Continues a text; yields what follows as it becomes whole characters."""
+    tokens = [tokenizer.bos_id, *map(int, tokenizer.encode(prompt))]
+    text = tokenizer.stream()
+    for (token,) in stream(model, [tokens], stop=(tokenizer.eos_id,), **options):
         if token is not None:
-            yield decoder.push(token)
-    yield decoder.finish()
+            yield text(token)
+    yield text.finish()
 
 
 def check_same(saved: dict, current: dict, folder: Path) -> None:
@@ -255,21 +243,20 @@ def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {path: leaf for key, value in items for path, leaf in _leaves(value, f"{prefix}.{key}".lstrip(".")).items()}
 
 
-def _data(config: Config, saved: dict | None, console: Console):
-    """Tokenizer and training batches; refuses data that a checkpoint was not trained on."""
-    if saved is not None:
-        tokenizer = tokenizers.loads(saved["tokenizer"])
-    else:
-        with console.status("Reading text and making the tokenizer"):
-            tokenizer = pipeline.make_tokenizer(config)
-    with console.status("Tokenizing"):
-        data = pipeline.train_iterator(config, tokenizer, seed=config.train.seed)
-    if saved is not None and saved["fingerprint"] != data.fingerprint:
+def _data(config: Config, folder: Path, saved: dict | None, console: Console) -> Data:
+    """The corpus and its tokenizer; refuses data that the checkpoint was not trained on."""
+    tokenizer = None if saved is None else tokenizers.load(folder / "tokenizer")
+    with console.status("Reading and tokenising text"):
+        data = pipeline.load(config.data, config.model, tokenizer)
+    console.print(data.summary(), soft_wrap=True)
+    if saved is None:
+        data.tokenizer.save(folder / "tokenizer")
+    elif saved["data"] != data.fingerprint:
         raise ConfigError(
-            "the training data are not those of the checkpoint (files, their order or contents changed); "
-            "restore them, or begin anew with --restart"
+            f"the training text is not that of the checkpoint in {folder} (documents or tokenizer changed); "
+            "restore it, or begin anew with --restart"
         )
-    return tokenizer, data
+    return data
 
 
 def _record(log, step: int, results: dict, batch: Batch, *, since: float) -> dict[str, Any]:
