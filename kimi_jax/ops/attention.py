@@ -13,7 +13,7 @@ def attention(
     q_documents: jax.Array | None = None,
     kv_documents: jax.Array | None = None,
     q_start: int | jax.Array = 0,
-    block_size: int = 512,
+    block_size: int = 128,
 ) -> tuple[jax.Array, jax.Array]:
     """Each query attends to the earlier keys of its document.
 

@@ -40,7 +40,7 @@ def short_conv(
     Raises:
       ValueError: shapes that do not fit.
 
-    Source: Kimi Linear report, section 4; `fla/modules/convolution.py` for the layout of the taps.
+    Source: Kimi Linear report; the released `modeling_kimi_linear.py` (Conv1d weights, last tap newest).
     """
     b, t, *channels = x.shape
     before = weight.shape[-1] - 1

@@ -69,7 +69,7 @@ def route(
     Raises:
       ValueError: k is not smaller than the number of experts.
 
-    Source: K3 report, section 2; `KimiMoEGate` in the released `modeling_kimi_linear.py`.
+    Source: K3 report, section 2; the router in the released `modeling_kimi_linear.py`.
     """
     num_experts = w_router.shape[1]
     if not 1 <= k < num_experts:
