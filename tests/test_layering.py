@@ -26,7 +26,7 @@ LAYERS = (
     {"model"},
     {"optim", "data", "hf", "checkpoint", "metrics"},
     {"step", "generate", "train", "runs", "inspect", "aot"},
-    {"cli"},
+    {"cli", "__main__"},
 )
 """From the bottom up: a part imports only from its own layer and those above it in this list."""
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
