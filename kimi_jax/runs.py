@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def evaluate(
     if source is None:
         batches = pipeline.load(config.data, config.model, tokenizer).validation_batches(max_tokens=max_tokens)
     else:
-        batches, _ = pipeline.eval_batches([source], tokenizer, config.data, max_tokens=max_tokens)
+        batches, problems = pipeline.eval_batches([source], tokenizer, config.data, max_tokens=max_tokens)
+        print(problems.summary(), end="", file=sys.stderr)
     return evaluate_batches(evaluation_step(config), arrays(model), batches)
 
 

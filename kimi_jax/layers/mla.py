@@ -82,7 +82,8 @@ class MLA(nnx.Module):
         where: dict = {"q_documents": documents, "kv_documents": documents}
         if cache is not None:
             assert slots is not None
-            latent = jax.lax.dynamic_update_slice_in_dim(cache.latent, latent.astype(cache.latent.dtype), slots.start, 1)
+            new = latent.astype(cache.latent.dtype)
+            latent = jax.lax.dynamic_update_slice_in_dim(cache.latent, new, slots.start, axis=1)
             cache = MLACache(latent)
             where = {"q_documents": slots.queries, "kv_documents": slots.keys, "q_start": slots.start}
         if cache is not None and self._absorbs(x.shape[1]):

@@ -1,0 +1,82 @@
+"""Exact sizes of the real models, and how the optimizer sees them."""
+
+import pytest
+
+from kimi_jax import inspect as inspection
+from kimi_jax.config import load_config
+from kimi_jax.layers.param import AdamW, Balanced, Muon, arrays, declarations
+from kimi_jax.model import Kimi
+
+K3, KIMI_LINEAR = load_config("k3"), load_config("kimi_linear_48b")
+
+
+def test_k3_sizes():
+    """Released sizes: the numbers of the checkpoint's own headers (A_log is stored padded)."""
+    found = inspection.counts(K3.model)
+    assert found.stored == 2_779_484_478_208
+    assert found.total == 2_779_484_476_000
+    assert f"{found.active / 1e9:.2f}" == "104.19"
+    assert found.kda_state_bytes == 434_110_464
+    assert found.mla_bytes_per_token == 27_648
+
+
+def test_k3_components():
+    """Per component, as the checkpoint's headers add up."""
+    by_group: dict[str, int] = {}
+    for part in inspection.components(K3.model):
+        by_group[part.group] = by_group.get(part.group, 0) + part.count
+    routed = sum(
+        p.count for p in inspection.components(K3.model) if p.name in inspection.ROUTED and p.group == "experts"
+    )
+    assert routed == 2_722_740_830_208
+    assert by_group["KDA"] == 30_618_086_496
+    assert by_group["MLA"] == 5_572_706_304
+    assert by_group["dense MLP"] == 726_663_168
+    assert by_group["experts"] - routed == 17_473_358_336
+    assert by_group["norms and mixes"] == 93 * 43_008
+    assert by_group["model"] == 2 * 1_174_405_120 + 3 * 7168
+
+
+def test_kimi_linear_sizes():
+    found = inspection.counts(KIMI_LINEAR.model)
+    assert 47e9 < found.total < 50e9
+    assert 2.5e9 < found.active < 3.5e9
+
+
+def test_report_and_table_say_the_numbers():
+    text = inspection.report(K3)
+    for number in ("2,779,484,478,208", "104.19 B", "434,110,464 bytes", "27,648 bytes"):
+        assert number in text
+    table = inspection.optimizer_table(K3)
+    assert len(table.splitlines()) == 1 + len(arrays(Kimi(K3.model)))
+    assert "64: gamma^1" in table and "128: gamma^0.5" in table
+
+
+@pytest.mark.parametrize("config", [K3, KIMI_LINEAR], ids=lambda config: config.name)
+def test_every_parameter_gets_the_rule_it_should(config):
+    """Embedding, head and pseudo-queries are the only AdamW matrices; no stack of vectors gets Muon."""
+    model = Kimi(config.model)
+    declared, shapes = declarations(model), {name: value.shape for name, value in arrays(model).items()}
+    vectors = ("norm", "A_log", "dt_bias", "conv", "query", "weight", "bias")
+    for name, declaration in declared.items():
+        per_layer = shapes[name][-len(declaration.axes) :]
+        leaf = name.rsplit(".", 1)[-1]
+        if name in ("embed", "head"):
+            assert declaration.rule == AdamW(decay=True), name
+        elif leaf == "router_bias":
+            assert declaration.rule == Balanced(), name
+        elif any(word in leaf for word in vectors):
+            assert declaration.rule == AdamW(decay=False), name
+        else:
+            assert isinstance(declaration.rule, Muon), name
+            assert len(per_layer) >= 2, name
+            used = sorted(declaration.rule.rows + declaration.rule.cols)
+            assert min(used) >= -len(per_layer), f"{name}: a Muon axis reaches into the stacked layers"
+    # What is a matrix in the released files and not under Muon: these three kinds.
+    matrices = {name for name, d in declared.items() if d.rule == AdamW(decay=True)}
+    assert matrices == {"embed", "head"}
+    per_head = {n.rsplit(".", 1)[-1] for n, d in declared.items() if d.rule == Muon(rows=(-3,), cols=(-1,))}
+    expected = {"w_q", "w_k", "w_v", "w_k_b", "w_v_b"} | ({"w_q_b"} if config is K3 else set())
+    assert per_head == expected
+    clipped = {name.rsplit(".", 1)[-1] for name, d in declared.items() if d.clip is not None}
+    assert clipped == ({"w_q_b", "w_k_b"} if config is K3 else {"w_q", "w_k_b"})

@@ -1,0 +1,309 @@
+"""Whole runs: files, resumption bit for bit after any kind of end, refusals, and the command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kimi_jax import metrics, runs, train
+from kimi_jax.checkpoint import Checkpoints
+from kimi_jax.config import ConfigError, Source
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of every training step, exactly as written."""
+    rows = [row for row in metrics.read(folder / "metrics.jsonl") if row["kind"] == "train"]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """An undisturbed run, its config and its result."""
+    tmp_path = tmp_path_factory.mktemp("finished")
+    config = tiny.config(tmp_path)
+    return config, train.run(config), tmp_path / "runs" / "run"
+
+
+def test_a_run_leaves_its_files(finished):
+    _, result, folder = finished
+    assert {p.name for p in folder.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "curves.png",
+        "sample.txt",
+        "checkpoints",
+        "tokenizer",
+    }
+    rows = list(metrics.read(folder / "metrics.jsonl"))
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 13))
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [5, 10]
+    assert rows[-1]["kind"] == "final" and rows[-1]["bits_per_byte"] == result["bits_per_byte"]
+    assert json.loads((folder / "config.json").read_text())["train"]["steps"] == 12
+    assert (folder / "sample.txt").read_text().startswith("the ")
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert 0 < result["xz_bits_per_byte"] < 8
+    first = next(row for row in rows if row["kind"] == "train")
+    assert 7.5 < first["bits_per_byte"] < 8.6  # a byte-level model starts at log2 of its vocabulary
+    assert result["bits_per_byte"] < first["bits_per_byte"] - 1
+
+
+def test_checkpoints_keep_the_last_and_the_marked(finished):
+    _, _, folder = finished
+    checkpoints = Checkpoints(folder / "checkpoints")
+    assert checkpoints.steps == [8, 12]
+    checkpoints.close()
+
+
+def test_a_finished_run_prints_its_summary_again(finished, capsys):
+    config, result, folder = finished
+    before = (folder / "metrics.jsonl").read_bytes()
+    again = train.run(config)
+    assert again == result
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[-1] == f"val bits per byte: {result['bits_per_byte']:.2f}"
+    assert lines[-2] == f"xz -9 on the same validation bytes: {result['xz_bits_per_byte']:.2f}"
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_evaluation_and_generation_of_a_run(finished):
+    config, result, folder = finished
+    assert runs.evaluate(folder)["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-6)
+    corpus = config.data.sources[0]
+    other = runs.evaluate(folder, source=Source(kind="text", path=corpus.path, glob="1*.txt"), max_tokens=300)
+    assert 0 < other["bits_per_byte"] < 8 and other["tokens"] > 0
+    first, second = ("".join(runs.generate(folder, "the number", max_new_tokens=5, seed=3)) for _ in range(2))
+    assert first == second
+    assert "".join(runs.generate(folder / "checkpoints", "the", max_new_tokens=2, temperature=0)) is not None
+    with pytest.raises(ConfigError, match="no checkpoint 7"):
+        runs.load(folder, 7)
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        runs.load(folder.parent)
+
+
+@pytest.mark.parametrize("instant", [1, 3, 4, 6, 11])
+def test_interrupt_and_resume_bit_for_bit(finished, tmp_path, instant, monkeypatch):
+    """Ctrl-C during step `instant`: saved, resumed, and every number after it is that of the undisturbed run."""
+    config, result, folder = finished
+    config = replace(config, name=f"interrupted_{instant}")
+    calls = 0
+    original = metrics.Metrics.write
+
+    def write(self, step, kind, **values):
+        nonlocal calls
+        original(self, step, kind, **values)
+        calls += kind == "train"
+        if calls == instant and kind == "train":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(metrics.Metrics, "write", write)
+    with pytest.raises(train.Interrupted, match="Stopped and saved at step"):
+        train.run(config)
+    monkeypatch.setattr(metrics.Metrics, "write", original)
+    resumed = train.run(config)
+    assert losses(folder.parent / config.name) == losses(folder)
+    assert resumed["bits_per_byte"] == result["bits_per_byte"]
+    assert (folder.parent / config.name / "sample.txt").read_text() == (folder / "sample.txt").read_text()
+
+
+def script(config, path: Path) -> list[str]:
+    """A command that runs the config in a process of its own."""
+    path.write_text(f"from kimi_jax.config import *\nconfig = {config!r}\n")
+    return [sys.executable, "-m", "kimi_jax", "train", str(path)]
+
+
+def launch(command, cache: Path):
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def lines_of(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def test_kill_at_any_moment_and_resume_bit_for_bit(finished, tmp_path):
+    """SIGKILL while starting, between checkpoints, and while one is being written; then to the end."""
+    config, _, folder = finished
+    config = replace(config, name="killed", train=replace(config.train, steps=40, checkpoint_every=3))
+    undisturbed = replace(config, name="undisturbed")
+    process = launch(script(undisturbed, tmp_path / "undisturbed.py"), tmp_path / "cache")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    target = folder.parent / "killed"
+    command = script(config, tmp_path / "killed.py")
+
+    def saving():
+        return any(".orbax-checkpoint-tmp" in p.name for p in (target / "checkpoints").glob("*"))
+
+    moments = [
+        lambda: (target / "metrics.jsonl").is_file(),
+        lambda: lines_of(target / "metrics.jsonl") >= 5,
+        saving,
+        lambda: lines_of(target / "metrics.jsonl") >= 20,
+    ]
+    for moment in moments:
+        process = launch(command, tmp_path / "cache")
+        deadline = time.monotonic() + 120
+        while not moment() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        output, _ = process.communicate()
+        assert process.returncode in (-signal.SIGKILL, 0), output
+    process = launch(command, tmp_path / "cache")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert losses(target) == losses(folder.parent / "undisturbed")
+    final, other = (output.strip().splitlines()[-1], (folder.parent / "undisturbed" / "sample.txt").read_text())
+    assert final.startswith("val bits per byte: ")
+    assert (target / "sample.txt").read_text() == other
+
+
+def test_signals_end_a_process_with_a_message(finished, tmp_path):
+    """Ctrl-C exits with 130, SIGTERM (preemption) with 0; both say how to go on."""
+    config, _, folder = finished
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
+        config = replace(config, name=f"signal_{number}", train=replace(config.train, steps=100_000, eval_every=10**6))
+        process = launch(script(config, tmp_path / f"{number}.py"), tmp_path / "cache")
+        target = folder.parent / config.name
+        while lines_of(target / "metrics.jsonl") < 6 and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == code, output
+        assert "Stopped and saved at step" in output and "The same command goes on:" in output
+        checkpoints = Checkpoints(target / "checkpoints")
+        assert checkpoints.latest == losses(target)[-1][0]
+        checkpoints.close()
+
+
+def test_restart_begins_anew_and_leaves_other_files(finished, tmp_path):
+    config, _, folder = finished
+    config = replace(config, name="restarted")
+    short = tiny.with_train(config, steps=2)
+    train.run(short)
+    (folder.parent / "restarted" / "notes.txt").write_text("mine")
+    train.run(short, restart=True)
+    assert [step for step, *_ in losses(folder.parent / "restarted")] == [1, 2]
+    assert (folder.parent / "restarted" / "notes.txt").read_text() == "mine"
+
+
+def test_more_steps_continue_a_finished_run(tmp_path):
+    config = tiny.config(tmp_path, steps=3)
+    train.run(config)
+    train.run(tiny.with_train(config, steps=5))
+    assert [step for step, *_ in losses(tmp_path / "runs" / "run")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        (lambda c: tiny.with_model(c, initializer_range=0.01), "model.initializer_range: 0.02 in the checkpoint, 0.01"),
+        (lambda c: replace(c, optim=replace(c.optim, learning_rate=0.5)), "optim.learning_rate"),
+        (lambda c: replace(c, data=replace(c.data, batch_size=8)), "data.batch_size: 4 in the checkpoint, 8 now"),
+        (lambda c: replace(c, data=replace(c.data, sequence_length=16)), "data.sequence_length"),
+        (lambda c: tiny.with_train(c, seed=5), "train.seed"),
+    ],
+)
+def test_another_model_optimizer_data_or_batch_is_refused(finished, change, named):
+    config, _, _ = finished
+    with pytest.raises(ConfigError, match=named):
+        train.run(change(config))
+
+
+def test_what_may_change_on_resume(finished, tmp_path):
+    """Steps, logging, recomputation and folders: the text may lie elsewhere as long as it is the same."""
+    import shutil
+
+    config, _, folder = finished
+    shutil.copytree(folder, tmp_path / "runs" / "moved")
+    shutil.copytree(config.data.sources[0].path, tmp_path / "text")
+    source = replace(config.data.sources[0], path=str(tmp_path / "text"))
+    moved = replace(config, name="moved", data=replace(config.data, sources=(source,)))
+    moved = tiny.with_train(moved, steps=13, eval_every=7, runs_dir=str(tmp_path / "runs"), keep_last=1)
+    train.run(tiny.with_model(moved, remat="full"))
+    assert [step for step, *_ in losses(tmp_path / "runs" / "moved")] == list(range(1, 14))
+    next(Path(source.path).glob("*.txt")).write_text("something else")
+    with pytest.raises(ConfigError, match="training text is not that of the checkpoint"):
+        train.run(tiny.with_train(moved, steps=14))
+
+
+def test_too_many_skips_stop_the_run_and_keep_the_last_good_state(tmp_path):
+    config = tiny.config(tmp_path, steps=40, max_skips=3, spike_threshold=0.01, checkpoint_every=2)
+    config = replace(config, optim=replace(config.optim, learning_rate=50.0, warmup_fraction=0.05))
+    with pytest.raises(train.TooManySkips, match="3 steps in a row were skipped") as stopped:
+        train.run(config)
+    folder = tmp_path / "runs" / "run"
+    assert "skipped_batch.npz" in str(stopped.value)
+    dumped = np.load(folder / "skipped_batch.npz")
+    assert dumped["tokens"].shape == (4, 32)
+    rows = [row for row in metrics.read(folder / "metrics.jsonl") if row["kind"] == "train"]
+    assert rows[-1]["skips_in_a_row"] == 3
+
+
+def test_unwritable_and_full_disks_are_refused(tmp_path, monkeypatch):
+    config = tiny.config(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write to"):
+        train.run(tiny.with_train(config, runs_dir=str(tmp_path / "file")))
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(ConfigError, match="1,000 are free"):
+        train.run(config)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path):
+    config = tiny.with_model(tiny.config(tmp_path), vocab_size=200)
+    with pytest.raises(ConfigError, match=r"vocab_size=200 .* 259"):
+        train.run(config)
+
+
+def cli(*arguments, cwd) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "kimi_jax", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "arguments,code,message",
+    [
+        (("train", "k3tiny"), 1, "did you mean k3_tiny"),
+        (("train", "missing.py"), 1, "no config file missing.py"),
+        (("train", "k3_tiny", "--train.stepz", "3"), 2, "--train.steps"),
+        (("train", "k3_tiny", "--data.sequence-length", "0"), 1, "sequence_length=0"),
+        (
+            ("train", "k3_tiny", "--data.batch-size", "7", "--train.accumulation", "2"),
+            1,
+            "set train.accumulation to one of",
+        ),
+        (("tran",), 1, "unknown command 'tran'"),
+        (("eval", "--checkpoint", "nowhere"), 1, "no checkpoint in nowhere"),
+        (("generate", "--checkpoint", "nowhere", "--prompt", "x"), 1, "no checkpoint in nowhere"),
+    ],
+)
+def test_mistakes_on_the_command_line_end_with_a_message(tmp_path, arguments, code, message):
+    done = cli(*arguments, cwd=tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_allocates_and_writes_nothing(tmp_path):
+    done = cli("train", "k3", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2,779,484,476,000 parameters" in done.stdout
+    assert "8192 rows x 8192 tokens" in done.stdout
+    assert not list(tmp_path.iterdir())
