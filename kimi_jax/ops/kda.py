@@ -18,6 +18,8 @@ Source: Kimi Linear (arXiv 2510.26692), section 3; Kimi K3 (arXiv 2607.24653), e
 Einsum letters: b batch, t time, n chunk, c place in chunk, h heads, k key dim, v value dim.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -122,7 +124,8 @@ def kda(
 
     S <- diag(exp g_t) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = S^T (scale q_t)
 
-    Arithmetic is in at least float32. Memory of the backward pass: `recurrent` keeps a state a token,
+    Arithmetic is in at least float32; products follow jax.default_matmul_precision (the inverse inside a
+    chunk is always at the highest). Memory of the backward pass: `recurrent` keeps a state a token,
     `chunked` a state a chunk (the inside of a chunk is computed again), `associative` several a chunk.
 
     Args:
@@ -225,18 +228,23 @@ def _recurrent(q, k, v, g, beta, state):
 
 
 def _chunked(q, k, v, g, beta, state):
-    """One chunk at a time; arrays [n, b, h, c, ..]. Backward computes a chunk again from its first state."""
+    """One chunk at a time; arrays [n, b, c, h, ..]. Backward computes a chunk again from its first state.
+
+    Heads move before places inside the step, where the chunk is in cache.
+    """
 
     def step(S, x):
-        q, k, v, g, beta = x
-        return _advance(S, q, k, v, beta, *_within(q, k, g, beta))
+        q, k, v, g, beta = [jnp.swapaxes(a, 1, 2) for a in x]
+        S, o = _advance(S, q, k, v, beta, *_within(q, k, g, beta))
+        return S, jnp.swapaxes(o, 1, 2)
 
     state, o = lax.scan(jax.checkpoint(step), state, (q, k, v, g, beta))
     return o, state
 
 
 def _associative(q, k, v, g, beta, state):
-    """All chunks at once, their (transition, state) pairs combined in a tree; arrays [n, b, h, c, ..]."""
+    """All chunks at once, their (transition, state) pairs combined in a tree; arrays [n, b, c, h, ..]."""
+    q, k, v, g, beta = [jnp.swapaxes(x, 2, 3) for x in (q, k, v, g, beta)]
     inside = _within(q, k, g, beta)
     (start, values), size = _affine(k, v), k.shape[-1]
     end, _ = _advance(start, q, k, values, beta, *inside)
@@ -245,13 +253,17 @@ def _associative(q, k, v, g, beta, state):
     written = jnp.concatenate([state[None], end[..., size:]])
     _, states = lax.associative_scan(compose, (transition, written))
     _, o = _advance(states[:-1], q, k, v, beta, *inside)
-    return o, states[-1]
+    return jnp.swapaxes(o, 2, 3), states[-1]
 
 
 def _affine(k, v):
     """The start [I | 0] and the values [0 | v] that trace the recurrence as an affine map of the state."""
     start = jnp.eye(k.shape[-1], k.shape[-1] + v.shape[-1], dtype=v.dtype)
     return start, jnp.concatenate([jnp.zeros_like(k), v], -1)
+
+
+# An inverse is no place for the fast, low-precision products that accelerators default to.
+_matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def _within(q, k, g, beta):
@@ -286,7 +298,7 @@ def _within(q, k, g, beta):
         later = jnp.concatenate([halves(written, m)[1] * decay, halves(q, m)[1] * decay], -2)
         cross = jnp.einsum("...ik,...jk->...ij", later, earlier)
         (P, D), (scores_0, scores_1) = halves(inverse, m), halves(scores, m)
-        low = -D @ (cross[..., :m, :] @ P)
+        low = -_matmul(D, _matmul(cross[..., :m, :], P))
         inverse = _triangle(P, low, D).reshape(*lead, c, 2 * m)
         scores = _triangle(scores_0, cross[..., m:, :], scores_1).reshape(*lead, c, 2 * m)
         since = jnp.concatenate([since_0, since_1 + since_0[..., -1:, :]], -2).reshape(g.shape)
@@ -319,7 +331,7 @@ def _advance(S, q, k, v, beta, scores, inverse, since, until):
 
 
 def _split_chunks(x, chunk_size):
-    """[b, t, h, ..] -> [n, b, h, c, ..], filled up with zeros (which neither decay nor write) to whole
+    """[b, t, h, ..] -> [n, b, c, h, ..], filled up with zeros (which neither decay nor write) to whole
     chunks, and each chunk to c, a power of two."""
     b, t = x.shape[:2]
     size = min(chunk_size, t)
@@ -328,14 +340,14 @@ def _split_chunks(x, chunk_size):
     rest = [(0, 0)] * (x.ndim - 2)
     x = jnp.pad(x, [(0, 0), (0, n * size - t), *rest]).reshape(b, n, size, *x.shape[2:])
     x = jnp.pad(x, [(0, 0), (0, 0), (0, c - size), *rest])
-    return jnp.moveaxis(x, (1, 3), (0, 2))
+    return jnp.moveaxis(x, 1, 0)
 
 
 def _join_chunks(x, t, chunk_size):
-    """[n, b, h, c, v] -> [b, t, h, v]: undoes `_split_chunks`."""
-    n, b, h, _, v = x.shape
+    """[n, b, c, h, v] -> [b, t, h, v]: undoes `_split_chunks`."""
+    n, b = x.shape[:2]
     size = min(chunk_size, t)
-    return jnp.moveaxis(x[..., :size, :], (0, 2), (1, 3)).reshape(b, n * size, h, v)[:, :t]
+    return jnp.moveaxis(x[:, :, :size], 0, 1).reshape(b, n * size, *x.shape[3:])[:, :t]
 
 
 def _check(q, k, v, g, beta, initial_state, segment_ids, form, chunk_size):
