@@ -74,7 +74,7 @@ def test_forward_and_gradients(g, packed, block_size):
 def test_block_size_changes_nothing(packed):
     documents = (DOCUMENTS, DOCUMENTS) if packed else (None, None)
     (o, top, gradients), _ = run_wide(arrays(), documents)
-    for block_size in (1, 3, 5, 10, 11):
+    for block_size in (1, 4, 10):
         other, _ = run_wide(arrays(), documents, block_size=block_size)
         np.testing.assert_allclose(other[0], o, atol=1e-13)
         np.testing.assert_allclose(other[1], top, rtol=1e-14)
@@ -96,7 +96,7 @@ def test_queries_at_the_end_of_a_cache_whose_rest_is_garbage(t):
     """Decoding: slots after the queries hold NaN; the document numbers come from the cache."""
     q, k, v = arrays()
     whole, _ = oracles.attention(q, k, v, 0.7, DOCUMENTS, DOCUMENTS)
-    for start in (0, 4, 8):
+    for start in (0, 7):
         end = start + t
         cache = [np.concatenate([a[:, :end], np.full_like(a, np.nan)], axis=1) for a in (k, v)]
         numbers = np.concatenate([DOCUMENTS[:, :end], np.zeros_like(DOCUMENTS)], axis=1)
