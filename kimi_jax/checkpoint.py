@@ -42,8 +42,8 @@ class Checkpoints:
         if keep_every is not None:
             keep.append(policies.EveryNSteps(keep_every))
         self._orbax = ocp.training.Checkpointer(
-            Path(folder).resolve(),
-            preservation_policy=policies.AnyPreservationPolicy(keep) if write else None,
+            str(Path(folder).resolve()),
+            preservation_policy=policies.AnyPreservationPolicy(keep) if write else None,  # type: ignore[arg-type]
             cleanup_tmp_directories=write,
         )
 
@@ -76,7 +76,7 @@ class Checkpoints:
         wanted = jax.tree.map(spec, flatten(like))
         self._check(wanted, step)
         options = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
-        with ocp.Context(pytree=options):
+        with ocp.Context(pytree_options=options):
             return unflatten(like, self._orbax.load(self._at(step), wanted))
 
     def close(self) -> None:

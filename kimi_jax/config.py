@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import math
+import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,42 @@ def _positive(config: object, *names: str) -> None:
         _check(value >= 1, f"{type(config).__name__}.{name}={value} must be at least 1")
 
 
+def _finite(config: object, *names: str, zero: bool = False) -> None:
+    for name in names:
+        value = getattr(config, name)
+        ok = math.isfinite(value) and (value >= 0 if zero else value > 0)
+        _check(ok, f"{type(config).__name__}.{name}={value} must be {'at least 0' if zero else 'above 0'} and finite")
+
+
+def _typed(config: object) -> None:
+    """Values out of a `.py` file pass no parser: refuse what the annotations do not allow."""
+    hints = typing.get_type_hints(type(config))
+    for name, hint in hints.items():
+        value = getattr(config, name)
+        allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        _check(
+            any(_fits(value, kind) for kind in allowed),
+            f"{type(config).__name__}.{name}={value!r} must be {' or '.join(map(_kind_name, allowed))}",
+        )
+
+
+def _fits(value: object, kind: object) -> bool:
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return value in typing.get_args(kind)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
+    if kind in (int, float):
+        return not isinstance(value, bool) and isinstance(value, int if kind is int else int | float)
+    return isinstance(value, kind)  # type: ignore[arg-type]
+
+
+def _kind_name(kind: object) -> str:
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
+    return kind.__name__ if isinstance(kind, type) and typing.get_origin(kind) is None else str(kind)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KDAConfig:
     """Kimi Delta Attention (Kimi Linear report, section 3; K3 report, section 2)."""
@@ -50,10 +88,11 @@ class KDAConfig:
     chunk_size: int = 64
 
     def __post_init__(self):
+        _typed(self)
         _positive(self, "num_heads", "head_dim", "conv_size", "chunk_size")
         bound = self.gate_lower_bound
         _check(
-            bound is None or bound < 0,
+            bound is None or -math.inf < bound < 0,
             f"gate_lower_bound={bound} must be negative, or None for the softplus gate",
         )
 
@@ -73,6 +112,7 @@ class MLAConfig:
     output_gate: bool = False
 
     def __post_init__(self):
+        _typed(self)
         _positive(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         _check(
             self.q_lora_rank is None or self.q_lora_rank >= 1,
@@ -100,6 +140,7 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
 
     def __post_init__(self):
+        _typed(self)
         _positive(self, "num_experts", "experts_per_token", "hidden_size")
         _check(
             self.experts_per_token < self.num_experts,
@@ -107,6 +148,8 @@ class MoEConfig:
             "balancing needs the best expert that was not chosen",
         )
         _check(self.num_shared_experts >= 0, f"num_shared_experts={self.num_shared_experts} must not be negative")
+        _check(self.latent_size is None or self.latent_size >= 1, f"latent_size={self.latent_size} must be at least 1")
+        _finite(self, "routed_scaling_factor")
         _check(not self.latent_norm or self.latent_size is not None, "latent_norm=True needs a latent_size")
 
 
@@ -144,7 +187,13 @@ class ModelConfig:
     pad_token_id: int = 2
 
     def __post_init__(self):
-        _positive(self, "vocab_size", "hidden_size", "num_layers", "dense_hidden_size")
+        _typed(self)
+        _positive(self, "vocab_size", "hidden_size", "num_layers", "dense_hidden_size", "max_position_embeddings")
+        _finite(self, "rms_norm_eps")
+        _finite(self, "initializer_range", zero=True)
+        for name in ("situ_beta", "situ_linear_beta"):
+            if getattr(self, name) is not None:
+                _finite(self, name)
         _check(
             all(0 <= layer < self.num_layers for layer in self.mla_layers)
             and list(self.mla_layers) == sorted(set(self.mla_layers)),
@@ -193,13 +242,13 @@ class OptimConfig:
     """The fixed step of `balance="sign"`."""
 
     def __post_init__(self):
-        _check(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
+        _typed(self)
+        _finite(self, "learning_rate", "qk_clip", "balance_rate")
+        _finite(self, "weight_decay", zero=True)
         _check(0 <= self.warmup_fraction < 1, f"warmup_fraction={self.warmup_fraction} must lie in [0, 1)")
-        _check(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative")
         for name in ("momentum", "adam_b1", "adam_b2"):
             value = getattr(self, name)
             _check(0 <= value < 1, f"{name}={value} must lie in [0, 1)")
-        _check(self.qk_clip > 0, f"qk_clip={self.qk_clip} must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +270,7 @@ class Source:
     """Share of this source in the tokens of a mixture; shares are relative."""
 
     def __post_init__(self):
+        _typed(self)
         _check(self.kind == "stdlib" or bool(self.path), f'a source of kind "{self.kind}" needs a path')
         _check(
             self.weight > 0,
@@ -238,6 +288,7 @@ class TokenizerConfig:
     """The file, for `tokenizers` and `tiktoken`."""
 
     def __post_init__(self):
+        _typed(self)
         needs = self.kind in ("tokenizers", "tiktoken")
         _check(
             bool(self.path) == needs,
@@ -261,6 +312,7 @@ class DataConfig:
     """What a malformed line, an unreadable file or a missing field does; it is reported and counted either way."""
 
     def __post_init__(self):
+        _typed(self)
         _positive(self, "batch_size")
         _check(
             self.sequence_length >= 2,
@@ -297,6 +349,7 @@ class TrainConfig:
     sample_tokens: int = 200
 
     def __post_init__(self):
+        _typed(self)
         _positive(
             self,
             "steps",
@@ -311,7 +364,10 @@ class TrainConfig:
             self.keep_every is None or self.keep_every >= 1,
             f"keep_every={self.keep_every} must be at least 1, or None",
         )
-        _check(self.spike_threshold > 0, f"spike_threshold={self.spike_threshold} must be positive")
+        _finite(self, "spike_threshold")
+        for name in ("seed", "sample_tokens"):
+            value = getattr(self, name)
+            _check(value >= 0, f"{name}={value} must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +380,7 @@ class Config:
     train: TrainConfig
 
     def __post_init__(self):
+        _typed(self)
         rows, parts = self.data.batch_size, self.train.accumulation
         _check(
             rows % parts == 0,
@@ -335,10 +392,8 @@ class Config:
             f"sequence_length={self.data.sequence_length} is over the model's "
             f"max_position_embeddings={self.model.max_position_embeddings}",
         )
-        _check(
-            bool(self.name) and "/" not in self.name,
-            f"name={self.name!r} must be the name of a folder, without '/'",
-        )
+        plain = Path(self.name).name == self.name != "" and "\0" not in self.name
+        _check(plain, f"name={self.name!r} must be the plain name of a folder, e.g. 'k3_tiny'")
 
 
 def to_dict(config) -> dict:

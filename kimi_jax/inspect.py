@@ -56,7 +56,7 @@ class Counts:
 def components(config: ModelConfig) -> list[Component]:
     """Every parameter, layers of one kind together."""
     model = Kimi(config)
-    merged: dict[tuple, int] = {}
+    merged: dict[tuple[str, str, tuple, tuple], int] = {}
     for name, variable in named_params(model).items():
         declared, shape = declarations(model)[name], variable.get_value().shape
         group, stack = "model", ()

@@ -65,7 +65,8 @@ def abstract_state(config: Config, optimizer: optax.GradientTransformationExtraA
     small = jax.ShapeDtypeStruct((), jnp.int32)
     rng = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     losses = jax.ShapeDtypeStruct((WINDOW,), jnp.float32)
-    return State(small, params, jax.eval_shape(optimizer.init, params), losses, small, small, rng)
+    opt = jax.eval_shape(optimizer.init, params)
+    return State(small, params, opt, losses, small, small, rng)  # type: ignore[arg-type]
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
@@ -160,7 +161,7 @@ def make_step(
             "grad_norm": grad_norm,
             "skipped": new.skipped,
             "skips_in_a_row": new.skips,
-            **{f"update_rms_{label}": rms for label, rms in update_rms(updates, declared).items()},
+            **{f"update_rms_{label}": rms for label, rms in update_rms(updates, declared).items()},  # type: ignore[arg-type]
         }
         if sums["max_logits"].size:
             metrics["max_logit"] = jnp.max(sums["max_logits"])

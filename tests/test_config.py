@@ -45,14 +45,14 @@ REFUSED = [
     ("model", {"bos_token_id": 4096}, "bos_token_id=4096 is outside the vocabulary of 4096"),
     ("model", {"eos_token_id": -1}, "eos_token_id=-1 is outside the vocabulary of 4096"),
     ("model", {"pad_token_id": 5000}, "pad_token_id=5000 is outside the vocabulary of 4096"),
-    ("optim", {"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
-    ("optim", {"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
+    ("optim", {"learning_rate": 0.0}, "learning_rate=0.0 must be above 0 and finite"),
+    ("optim", {"learning_rate": float("nan")}, "learning_rate=nan must be above 0 and finite"),
     ("optim", {"warmup_fraction": 1.0}, "warmup_fraction=1.0 must lie in [0, 1)"),
-    ("optim", {"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
+    ("optim", {"weight_decay": -0.1}, "weight_decay=-0.1 must be at least 0 and finite"),
     ("optim", {"momentum": 1.0}, "momentum=1.0 must lie in [0, 1)"),
     ("optim", {"adam_b1": -0.1}, "adam_b1=-0.1 must lie in [0, 1)"),
     ("optim", {"adam_b2": 1.5}, "adam_b2=1.5 must lie in [0, 1)"),
-    ("optim", {"qk_clip": 0.0}, "qk_clip=0.0 must be positive"),
+    ("optim", {"qk_clip": 0.0}, "qk_clip=0.0 must be above 0 and finite"),
     ("data", {"sequence_length": 1}, "sequence_length=1 leaves nothing to predict from; set it to at least 2"),
     ("data", {"sources": ()}, "data.sources is empty; name at least one source"),
     ("data", {"validation_fraction": 0.0}, "validation_fraction=0.0 must lie in (0, 1) when no validation source"),
@@ -61,7 +61,7 @@ REFUSED = [
     ("data.tokenizer", {"kind": "tokenizers"}, 'tokenizer kind "tokenizers" needs a path'),
     ("data.tokenizer", {"kind": "bytes", "path": "x"}, 'tokenizer kind "bytes" takes no path'),
     ("train", {"keep_every": 0}, "keep_every=0 must be at least 1, or None"),
-    ("train", {"spike_threshold": 0.0}, "spike_threshold=0.0 must be positive"),
+    ("train", {"spike_threshold": 0.0}, "spike_threshold=0.0 must be above 0 and finite"),
     (
         "",
         {"train": dataclasses.replace(TINY.train, accumulation=3)},
@@ -74,8 +74,29 @@ REFUSED = [
         "sequence_length=2097152 is over the model's",
     ),
     ("", {"data": dataclasses.replace(TINY.data, sequence_length=1 << 21)}, "max_position_embeddings=1048576"),
-    ("", {"name": ""}, "name='' must be the name of a folder"),
-    ("", {"name": "a/b"}, "name='a/b' must be the name of a folder, without '/'"),
+    ("", {"name": ""}, "name='' must be the plain name of a folder"),
+    *(("", {"name": name}, f"name={name!r} must be the plain name of a folder") for name in ("a/b", "..", ".", "a\0b")),
+    ("model.kda", {"gate_lower_bound": float("-inf")}, "gate_lower_bound=-inf must be negative, or None"),
+    ("model.moe", {"latent_size": 0}, "latent_size=0 must be at least 1"),
+    ("model.moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0.0 must be above 0 and finite"),
+    ("model", {"max_position_embeddings": 0}, "max_position_embeddings=0 must be at least 1"),
+    ("model", {"rms_norm_eps": 0.0}, "rms_norm_eps=0.0 must be above 0 and finite"),
+    ("model", {"initializer_range": -1.0}, "initializer_range=-1.0 must be at least 0 and finite"),
+    ("model", {"situ_beta": 0.0}, "situ_beta=0.0 must be above 0 and finite"),
+    ("model", {"situ_linear_beta": float("inf")}, "situ_linear_beta=inf must be above 0 and finite"),
+    ("model", {"dtype": "float16"}, "dtype='float16' must be 'float32' or 'bfloat16' or 'float64'"),
+    ("model", {"mla_layers": [3, 7]}, "mla_layers=[3, 7] must be tuple[int, ...]"),
+    ("model.kda", {"num_heads": 2.5}, "num_heads=2.5 must be int"),
+    ("model.mla", {"output_gate": 1}, "output_gate=1 must be bool"),
+    ("model.moe", {"num_experts": True}, "num_experts=True must be int"),
+    ("optim", {"learning_rate": float("inf")}, "learning_rate=inf must be above 0 and finite"),
+    ("optim", {"balance": "foo"}, "balance='foo' must be 'quantile' or 'sign'"),
+    ("data", {"sources": [Source()]}, "must be tuple["),
+    ("data.tokenizer", {"kind": "word"}, "kind='word' must be 'bytes' or 'bpe'"),
+    ("train", {"steps": 2.5}, "steps=2.5 must be int"),
+    ("train", {"seed": -1}, "seed=-1 must not be negative"),
+    ("source", {"kind": "csv"}, "kind='csv' must be 'stdlib' or"),
+    ("", {"model": None}, "model=None must be ModelConfig"),
     ("source", {"kind": "jsonl"}, 'a source of kind "jsonl" needs a path'),
     ("source", {"weight": 0.0}, "weight=0.0 of a source must be positive; leave the source out instead"),
 ]
@@ -101,7 +122,7 @@ def test_every_check_of_the_dataclasses_has_a_case_above():
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef) and function.name == "__post_init__"
         for node in ast.walk(function)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("_check", "_positive")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("_check", "_positive", "_finite", "_typed")
     }
     seen = set()
     for part, fields, _ in REFUSED:
