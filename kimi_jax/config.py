@@ -392,7 +392,7 @@ class Config:
             f"sequence_length={self.data.sequence_length} is over the model's "
             f"max_position_embeddings={self.model.max_position_embeddings}",
         )
-        plain = Path(self.name).name == self.name != "" and "\0" not in self.name
+        plain = Path(self.name).name == self.name and self.name not in ("", "..") and "\0" not in self.name
         _check(plain, f"name={self.name!r} must be the plain name of a folder, e.g. 'k3_tiny'")
 
 
