@@ -155,7 +155,7 @@ def kda(
     ([2.0, 2.0, 2.0], 2.0)
     """
     _check(q, k, v, g, beta, initial_state, segment_ids, form, chunk_size)
-    out_dtype = v.dtype
+    t, out_dtype = v.shape[1], v.dtype
     if segment_ids is not None:
         q, k, v, g, beta = mask_documents(q, k, v, g, beta, segment_ids)
     dtype = jnp.promote_types(jnp.result_type(q, k, v, g, beta), jnp.float32)
@@ -163,15 +163,15 @@ def kda(
         # Shaped after the inputs, so that it is laid out over devices as they are.
         initial_state = jnp.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None, :], dtype)
     state = initial_state.astype(dtype)
-    inputs = [x.astype(dtype) for x in (q, k, v, g, beta)]
-    inputs[0] *= k.shape[-1] ** -0.5 if scale is None else scale
     if form == "recurrent":
-        o, state = _recurrent(*inputs, state)
+        o, state = _recurrent(q, k, v, g, beta, state)
     else:
         run = _chunked if form == "chunked" else _associative
-        o, state = run(*[_split_chunks(x, chunk_size) for x in inputs], state)
-        o = _join_chunks(o, q.shape[1], chunk_size)
-    return o.astype(out_dtype), state
+        q, k, v, g, beta = [_split_chunks(x, chunk_size) for x in (q, k, v, g, beta)]
+        o, state = run(q, k, v, g, beta, state)
+        o = _join_chunks(o, t, chunk_size)
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    return (scale * o).astype(out_dtype), state
 
 
 def span_transition(
@@ -217,7 +217,7 @@ def _recurrent(q, k, v, g, beta, state):
     """One token at a time; arrays [b, t, h, ..]."""
 
     def step(S, x):
-        q, k, v, g, beta = x
+        q, k, v, g, beta = [a.astype(S.dtype) for a in x]
         S = jnp.exp(g)[..., None] * S
         u = beta[..., None] * (v - jnp.einsum("bhkv,bhk->bhv", S, k))
         S = S + k[..., None] * u[..., None, :]
@@ -230,11 +230,11 @@ def _recurrent(q, k, v, g, beta, state):
 def _chunked(q, k, v, g, beta, state):
     """One chunk at a time; arrays [n, b, c, h, ..]. Backward computes a chunk again from its first state.
 
-    Heads move before places inside the step, where the chunk is in cache.
+    The inputs are cast, and heads moved before places, inside the step: nothing whole is copied.
     """
 
     def step(S, x):
-        q, k, v, g, beta = [jnp.swapaxes(a, 1, 2) for a in x]
+        q, k, v, g, beta = [jnp.swapaxes(a, 1, 2).astype(S.dtype) for a in x]
         S, o = _advance(S, q, k, v, beta, *_within(q, k, g, beta))
         return S, jnp.swapaxes(o, 1, 2)
 
@@ -244,7 +244,7 @@ def _chunked(q, k, v, g, beta, state):
 
 def _associative(q, k, v, g, beta, state):
     """All chunks at once, their (transition, state) pairs combined in a tree; arrays [n, b, c, h, ..]."""
-    q, k, v, g, beta = [jnp.swapaxes(x, 2, 3) for x in (q, k, v, g, beta)]
+    q, k, v, g, beta = [jnp.swapaxes(x, 2, 3).astype(state.dtype) for x in (q, k, v, g, beta)]
     inside = _within(q, k, g, beta)
     (start, values), size = _affine(k, v), k.shape[-1]
     end, _ = _advance(start, q, k, values, beta, *inside)
