@@ -181,7 +181,7 @@ def test_initial_values():
             assert not np.any(value), name
         elif leaf == "dt_bias":
             dt = np.log1p(np.exp(value))
-            assert 9e-4 < dt.min() and dt.max() < 0.11
+            assert dt.min() > 9e-4 and dt.max() < 0.11
         elif "norm" in leaf or leaf == "weight":
             assert np.all(np.asarray(value) == 1), name
         else:

@@ -1,0 +1,248 @@
+"""Released checkpoints: byte-identical round trips, and plain refusals that name everything."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from kimi_jax import hf
+from kimi_jax.config import ConfigError, load_config
+from kimi_jax.layers.param import arrays
+from kimi_jax.model import init
+from tests import tiny
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = ["k3_tiny", "kimi_linear_tiny"]
+
+
+def read(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Every tensor of a directory: dtype, shape and bytes."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "numpy") as handle:
+            for name in handle.keys():  # noqa: SIM118
+                part = handle.get_slice(name)
+                found[name] = (part.get_dtype(), part.get_shape(), handle.get_tensor(name).tobytes())
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_round_trip_keeps_every_byte(name, dtype, tmp_path):
+    model, config = hf.load(GOLDEN / name, dtype=dtype)
+    assert config.dtype == config.param_dtype == jnp.dtype(dtype).name
+    hf.save(tmp_path / "out", model, config)
+    assert read(tmp_path / "out") == read(GOLDEN / name)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_and_their_index(name, tmp_path):
+    model, config = hf.load(GOLDEN / name)
+    hf.save(tmp_path / "sharded", model, config, max_shard_bytes=200_000)
+    index = json.loads((tmp_path / "sharded" / hf.INDEX).read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 3 and files == {p.name for p in (tmp_path / "sharded").glob("*.safetensors")}
+    assert read(tmp_path / "sharded") == read(GOLDEN / name)
+    assert index["metadata"]["total_size"] == sum(len(data) for *_, data in read(GOLDEN / name).values())
+    again, same = hf.load(tmp_path / "sharded")
+    assert same == config
+    for key, value in arrays(model).items():
+        np.testing.assert_array_equal(value, arrays(again)[key])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_config_round_trips_by_released_names(name, tmp_path):
+    config = hf.read_config(GOLDEN / name)
+    (tmp_path / hf.CONFIG).write_text(json.dumps(hf.released_config(config)))
+    assert hf.read_config(tmp_path) == config
+    theirs, ours = json.loads((GOLDEN / name / hf.CONFIG).read_text()), hf.released_config(config)
+    for key, value in ours.get("text_config", ours).items():
+        assert theirs.get("text_config", theirs).get(key, value) == value, key
+
+
+@pytest.mark.parametrize("real", ["k3", "kimi_linear_48b"])
+def test_released_tensor_names_of_the_real_models(real):
+    """K3: the bf16 text tensors and one name for each expert matrix that the release stores packed, as two."""
+    config = load_config(real).model
+    found = {tensor.name: tensor for tensor in hf.tensors(config)}
+    if real == "k3":
+        experts = [name for name in found if ".experts." in name]
+        assert len(experts) == 92 * 896 * 3
+        assert len(found) + len(experts) == 497_052
+        assert found["language_model.model.layers.0.self_attn.A_log"].shape == (128,)
+        assert found["language_model.model.layers.3.self_attn.kv_b_proj.weight"].shape == (24576, 512)
+        assert found["language_model.model.layers.1.block_sparse_moe.experts.895.w2.weight"].shape == (3584, 3072)
+        others = sum(hf._num_bytes(tensor) for name, tensor in found.items() if ".experts." not in name)
+        assert others + 92 * 896 * 17_547_264 == 1_559_965_606_912  # the release's text bytes, experts packed
+    else:
+        assert found["model.layers.0.self_attn.A_log"].shape == (1, 1, 32, 1)
+        assert sum(".experts." in name for name in found) == 26 * 256 * 3
+
+
+def test_a_trained_model_survives(tmp_path):
+    """A model of ours, exported and loaded, is the same up to the released bf16."""
+    given = replace(tiny.MODEL, kda=replace(tiny.MODEL.kda, chunk_size=64))  # a release says nothing of chunks
+    model = init(given, 0)
+    hf.save(tmp_path / "out", model, given)
+    again, config = hf.load(tmp_path / "out")
+    assert config == given
+    for name, value in arrays(model).items():
+        np.testing.assert_allclose(arrays(again)[name], value, rtol=2**-8)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A writable copy of a released directory, and a function that rewrites its tensors."""
+    folder = tmp_path / "copy"
+    shutil.copytree(GOLDEN / "k3_tiny", folder)
+    with safe_open(folder / hf.SINGLE, "numpy") as handle:
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+
+    def rewrite(change):
+        change(tensors)
+        save_file(tensors, folder / hf.SINGLE)
+        return folder
+
+    return rewrite
+
+
+PREFIX = "language_model.model."
+
+
+def test_missing_unexpected_and_misshaped_tensors_are_all_named(copy):
+    def change(tensors):
+        del tensors[PREFIX + "norm.weight"]
+        del tensors[PREFIX + "layers.2.block_sparse_moe.experts.7.w2.weight"]
+        tensors[PREFIX + "layers.99.input_layernorm.weight"] = np.zeros(64, np.float32)
+        tensors[PREFIX + "layers.0.self_attn.A_log"] = np.zeros(4, np.float32)
+        tensors[PREFIX + "embed_tokens.weight"] = np.zeros((160, 64), np.int32)
+
+    with pytest.raises(hf.CheckpointError) as error:
+        hf.load(copy(change))
+    for part in (
+        "missing: language_model.model.norm.weight [64]",
+        "missing: language_model.model.layers.2.block_sparse_moe.experts.7.w2.weight",
+        "unexpected: language_model.model.layers.99.input_layernorm.weight [64]",
+        "A_log is [4], the config needs [16]",
+        "embed_tokens.weight is I32, only F32, BF16 can be loaded",
+    ):
+        assert part in str(error.value)
+
+
+def test_a_log_beyond_the_heads_is_refused(copy):
+    def change(tensors):
+        tensors[PREFIX + "layers.0.self_attn.A_log"] = np.ones(16, np.float32)
+
+    with pytest.raises(hf.CheckpointError, match="A_log has 12 non-zero entries past its 4 heads"):
+        hf.load(copy(change))
+
+
+def test_vision_tensors_are_not_the_text_models(copy):
+    def change(tensors):
+        tensors["vision_tower.patch_embed.proj.weight"] = np.zeros((8, 3, 14, 14), np.float32)
+        tensors["mm_projector.post_norm.weight"] = np.zeros(64, np.float32)
+
+    hf.load(copy(change))
+
+
+def test_packed_experts_are_refused_by_name(copy):
+    def change(tensors):
+        name = PREFIX + "layers.1.block_sparse_moe.experts.0.w1.weight"
+        del tensors[name]
+        tensors[name + "_packed"] = np.zeros((64, 16), np.uint8)
+        tensors[name + "_scale"] = np.zeros((64, 1), np.uint8)
+
+    with pytest.raises(hf.CheckpointError, match=r"2 quantized tensors, .*w1.weight_packed first; load a bf16"):
+        hf.load(copy(change))
+
+
+@pytest.mark.parametrize("size", [4, 100, 1_000_000])
+def test_truncated_files_are_refused(copy, size):
+    folder = copy(lambda tensors: None)
+    data = (folder / hf.SINGLE).read_bytes()
+    (folder / hf.SINGLE).write_bytes(data[:size])
+    with pytest.raises(hf.CheckpointError, match=rf"\({min(size, len(data)):,} bytes\) is truncated or corrupt"):
+        hf.load(folder)
+
+
+def test_shard_names_stay_in_the_directory(tmp_path):
+    model, config = hf.load(GOLDEN / "k3_tiny")
+    hf.save(tmp_path / "sharded", model, config, max_shard_bytes=500_000)
+    path = tmp_path / "sharded" / hf.INDEX
+    index = json.loads(path.read_text())
+    names = sorted(index["weight_map"])
+    for bad in (("../secret.safetensors", "/etc/x.safetensors"), ("a..b.safetensors", "sub/x.safetensors")):
+        index["weight_map"].update(zip(names, bad, strict=False))
+        path.write_text(json.dumps(index))
+        with pytest.raises(hf.CheckpointError, match="outside its directory") as error:
+            hf.load(tmp_path / "sharded")
+        assert all(name in str(error.value) for name in bad)
+    index["weight_map"].update({names[0]: "model-00077-of-00003.safetensors", names[1]: index["weight_map"][names[2]]})
+    path.write_text(json.dumps(index))
+    with pytest.raises(hf.CheckpointError, match=r"lacks model-00077-of-00003\.safetensors"):
+        hf.load(tmp_path / "sharded")
+    path.write_text("{}")
+    with pytest.raises(hf.CheckpointError, match="is not an index"):
+        hf.load(tmp_path / "sharded")
+
+
+def test_directories_that_are_none(tmp_path):
+    with pytest.raises(hf.CheckpointError, match=r"has no config.json"):
+        hf.load(tmp_path)
+    shutil.copy(GOLDEN / "k3_tiny" / hf.CONFIG, tmp_path)
+    with pytest.raises(hf.CheckpointError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+        hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key,value,message",
+    [
+        ("mla_use_nope", False, "mla_use_nope=False is not supported, only True"),
+        ("num_expert_group", 4, "num_expert_group=4 is not supported"),
+        ("hidden_act", "gelu", "unknown value for 'gelu'"),
+        ("num_hidden_layers", 10, r"must name each of 1\.\.10 once"),
+        ("hidden_size", None, "lacks or has an unknown value for 'hidden_size'"),
+    ],
+)
+def test_configs_of_other_models_are_refused(tmp_path, key, value, message):
+    whole = json.loads((GOLDEN / "k3_tiny" / hf.CONFIG).read_text())
+    if value is None:
+        del whole["text_config"][key]
+    else:
+        whole["text_config"][key] = value
+    (tmp_path / hf.CONFIG).write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=message):
+        hf.read_config(tmp_path)
+
+
+def test_saving_never_overwrites_and_leaves_nothing_half_done(tmp_path, monkeypatch):
+    model, config = hf.load(GOLDEN / "kimi_linear_tiny")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("")
+    with pytest.raises(hf.CheckpointError, match="exists already"):
+        hf.save(tmp_path / "taken", model, config)
+    monkeypatch.setattr(hf.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    with pytest.raises(hf.CheckpointError, match="the disk has 10 free"):
+        hf.save(tmp_path / "full", model, config)
+    assert not (tmp_path / "full").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(hf, "save_file", lambda *args: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError):
+        hf.save(tmp_path / "broken", model, config)
+    assert not (tmp_path / "broken").exists()
+
+
+def test_float64_needs_64_bit_arrays():
+    with pytest.raises(ConfigError, match="jax_enable_x64"):
+        hf.load(GOLDEN / "k3_tiny", dtype=jnp.float64)
+    with jax.enable_x64(True):
+        model, _ = hf.load(GOLDEN / "kimi_linear_tiny", dtype=jnp.float64)
+        assert jax.eval_shape(lambda m: m(jnp.zeros((1, 4), jnp.int32)), model).dtype == jnp.float64
