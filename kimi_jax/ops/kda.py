@@ -170,8 +170,8 @@ def kda(
         q, k, v, g, beta = [_split_chunks(x, chunk_size) for x in (q, k, v, g, beta)]
         o, state = run(q, k, v, g, beta, state)
         o = _join_chunks(o, t, chunk_size)
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
-    return (scale * o).astype(out_dtype), state
+    o *= k.shape[-1] ** -0.5 if scale is None else scale
+    return o.astype(out_dtype), state
 
 
 def span_transition(
