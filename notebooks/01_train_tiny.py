@@ -53,7 +53,9 @@ config = replace(
     base,
     name="notebook",
     model=replace(base.model, vocab_size=320, hidden_size=96, num_layers=5, mla_layers=(3, 4), attn_res_block_size=3),
-    data=replace(base.data, sequence_length=256, validation_fraction=0.005, tokenizer=TokenizerConfig(kind="bytes")),
+    data=replace(
+        base.data, sequence_length=256, batch_size=8, validation_fraction=0.005, tokenizer=TokenizerConfig(kind="bytes")
+    ),
     train=replace(base.train, steps=steps, eval_every=20, eval_tokens=20_000, sample_tokens=100),
 )
 
