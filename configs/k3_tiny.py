@@ -23,15 +23,15 @@ config = Config(
     name="k3_tiny",
     model=ModelConfig(
         vocab_size=4096,
-        hidden_size=128,
-        num_layers=9,
-        mla_layers=(3, 7, 8),
+        hidden_size=192,
+        num_layers=5,
+        mla_layers=(3, 4),
         num_dense_layers=1,
         dense_hidden_size=384,
         situ_beta=4.0,
         situ_linear_beta=25.0,
         attn_res_block_size=4,
-        kda=KDAConfig(num_heads=4, head_dim=32, gate_lower_bound=-5.0, full_rank_gate=True, chunk_size=32),
+        kda=KDAConfig(num_heads=2, head_dim=64, gate_lower_bound=-5.0, full_rank_gate=True, chunk_size=32),
         mla=MLAConfig(
             num_heads=4,
             q_lora_rank=64,
@@ -51,12 +51,14 @@ config = Config(
         ),
     ),
     optim=OptimConfig(learning_rate=1e-2),
-    data=DataConfig(sequence_length=512, batch_size=8, tokenizer=TokenizerConfig(kind="bpe")),
+    data=DataConfig(
+        sequence_length=256, batch_size=16, validation_fraction=0.03, tokenizer=TokenizerConfig(kind="bpe")
+    ),
     train=TrainConfig(
-        steps=600,
-        eval_every=100,
-        eval_tokens=50_000,
-        checkpoint_every=100,
+        steps=240,
+        eval_every=60,
+        eval_tokens=25_000,
+        checkpoint_every=60,
         sample_prompt="def ",
     ),
 )

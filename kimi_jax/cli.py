@@ -113,6 +113,10 @@ def train(argv: Sequence[str] | None = None) -> None:
 
 def evaluate(argv: Sequence[str]) -> None:
     with _plain_errors():
+        source = [i for i, part in enumerate(argv) if part.startswith("--source.")]
+        if source:
+            # tyro spells an optional group as a subcommand, which comes after the plain options.
+            argv = [*argv[: source[0]], "source:source", *argv[source[0] :]]
         args = tyro.cli(EvalArgs, args=argv, prog="kimi-jax eval")
         from kimi_jax import runs
 

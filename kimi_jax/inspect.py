@@ -112,7 +112,7 @@ def report(config: Config) -> str:
     summary = [
         f"layers: {model.num_layers} = {len(model.kda_layers)} KDA + {len(model.mla_layers)} MLA, {pattern}",
         f"text parameters: {found.total:,}; {found.stored:,} as the release stores them",
-        f"active: {found.active:,} ({found.active / 1e9:.2f} B) a token, head included",
+        f"active: {found.active:,} ({_billions(found.active)}) a token, head included",
         f"KDA state: {found.kda_state_bytes:,} bytes a sequence ({_exact(model)})",
         f"MLA cache: {found.mla_bytes_per_token:,} bytes a token ({model.dtype})",
     ]
@@ -165,6 +165,10 @@ def _exact(config: ModelConfig) -> str:
     return jnp.promote_types(config.dtype, jnp.float32).name
 
 
+def _billions(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
 def _size(num_bytes: int) -> str:
     value, unit = float(num_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -175,6 +179,6 @@ def _size(num_bytes: int) -> str:
 
 
 def _text(lines: Table) -> str:
-    console = Console(file=io.StringIO(), width=200, color_system=None)
+    console = Console(file=io.StringIO(), width=200, color_system=None, force_jupyter=False)
     console.print(lines)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]

@@ -64,15 +64,13 @@ def _board(folder: Path, first_step: int):
 
 def plot(path: str | Path, target: str | Path) -> None:
     """Draws a run's `metrics.jsonl` as a picture of four panels: bits per byte, rates and norms, logits, experts."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # no pyplot: a notebook keeps its own backend
 
     records = list(read(path))
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] in ("eval", "final")]
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 2)
 
     def line(axis, rows, key, **style):
         points = [(row["step"], row[key]) for row in rows if key in row and math.isfinite(row[key])]
@@ -99,5 +97,4 @@ def plot(path: str | Path, target: str | Path) -> None:
             axis.legend(fontsize=8)
     partial = Path(target).with_suffix(".partial.png")
     figure.savefig(partial, dpi=110)
-    plt.close(figure)
     os.replace(partial, target)

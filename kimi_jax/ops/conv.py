@@ -12,6 +12,7 @@ def _spread(mask: jax.Array, like: jax.Array) -> jax.Array:
     return mask.reshape(*mask.shape, *[1] * (like.ndim - 2))
 
 
+@jax.checkpoint  # shifted copies of x would be kept otherwise
 def short_conv(
     x: jax.Array,
     weight: jax.Array,

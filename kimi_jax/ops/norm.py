@@ -1,9 +1,13 @@
-"""Normalisations over the last axis."""
+"""Normalisations over the last axis.
+
+Both are cheap to compute and their intermediates as large as their input, so the backward pass keeps only the input.
+"""
 
 import jax
 import jax.numpy as jnp
 
 
+@jax.checkpoint
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
     """Divides by the root mean square, then multiplies by a learned gain.
 
@@ -28,6 +32,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
     return y.astype(x.dtype) * weight.astype(x.dtype)
 
 
+@jax.checkpoint
 def l2_norm(x: jax.Array, *, eps: float = 1e-6) -> jax.Array:
     """Scales vectors to unit length: y = x / sqrt(sum(x^2) + eps).
 
