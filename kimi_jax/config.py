@@ -21,8 +21,11 @@ T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
-class ConfigError(ValueError):
-    """A setting that cannot work. The message carries the numbers and the mend."""
+class ConfigError(Exception):
+    """A setting that cannot work. The message carries the numbers and the mend.
+
+    Not a ValueError: the command line's parser would put those into a box of its own.
+    """
 
 
 def _check(ok: bool, message: str) -> None:

@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kimi_jax import checkpoint, metrics
-from kimi_jax.config import Config, ConfigError, to_dict
+from kimi_jax.config import Config, ConfigError, Source, to_dict
 from kimi_jax.data import pipeline
 from kimi_jax.data import tokenizer as tokenizers
 from kimi_jax.data.pipeline import Data
@@ -113,7 +114,7 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
         _write(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
         log = metrics.Metrics(folder, first_step=int(state.step), tensorboard=config.train.tensorboard)
         try:
-            state = _loop(config, optimizer, state, data, batches, checkpoints, log, folder, stop, console)
+            state = _loop(config, state, data, batches, checkpoints, log, folder, stop, console)
             final = _finish(config, state, data, log, folder, stop, console)
         finally:
             log.close()
@@ -121,10 +122,10 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
     return final
 
 
-def _loop(config, optimizer, state, data: Data, batches, checkpoints, log, folder, stop, console) -> State:
+def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, console) -> State:
     """Steps until the end. Step n is dispatched before the metrics of n - 1 are read, so the device never waits."""
     train = config.train
-    step_fn = jax.jit(make_step(config, optimizer), donate_argnums=0)
+    step_fn = _jitted_step(_unnamed(config))
     eval_step = evaluation_step(config)
     start = done = int(state.step)
     pending: tuple[int, dict, Batch] | None = None
@@ -188,14 +189,24 @@ def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, 
     return {"step": config.train.steps, "kind": "final", **final}
 
 
-@partial(jax.jit, static_argnums=0)
-def _evaluate_batch(config: Config, params: dict, batch: Batch):
-    return make_eval_step(config)(params, batch)
+def _unnamed(config: Config) -> Config:
+    """The config without what no compiled function depends on, so that runs in one process share them."""
+    return replace(config, name="any", data=replace(config.data, sources=(Source(),), validation=()))
+
+
+@lru_cache(maxsize=8)
+def _jitted_step(config: Config):
+    return jax.jit(make_step(config, make_optimizer(config)), donate_argnums=0)
+
+
+@lru_cache(maxsize=8)
+def _jitted_eval_step(config: Config):
+    return jax.jit(make_eval_step(config))
 
 
 def evaluation_step(config: Config):
-    """The jitted `eval_step(params, batch)` of a config, compiled once however often it is asked for."""
-    return partial(_evaluate_batch, config)
+    """The jitted `eval_step(params, batch)` of a config."""
+    return _jitted_eval_step(_unnamed(config))
 
 
 def evaluate(step, params: dict, batches: Iterable[Batch], stop=None) -> dict[str, float]:

@@ -28,6 +28,18 @@ def rel_to_max(actual, expected) -> float:
     return float(np.max(np.abs(actual - expected), initial=0.0) / max(np.max(np.abs(expected), initial=0.0), 1e-12))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly(request):
+    """Whole models compile in half the time without XLA's optimisations; modules ask with COMPILE_QUICKLY = True.
+
+    The ops themselves are tested as they are compiled for use.
+    """
+    quick = getattr(request.module, "COMPILE_QUICKLY", False)
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def x64():
     """Runs a test with 64-bit arrays."""

@@ -11,6 +11,8 @@ from kimi_jax.layers.param import arrays, with_arrays
 from kimi_jax.model import init
 from tests import tiny
 
+COMPILE_QUICKLY = True
+
 
 @pytest.fixture(scope="module")
 def model():

@@ -12,6 +12,8 @@ from kimi_jax.cache import init_cache
 from kimi_jax.model import INTERMEDIATES, Kimi
 from tests.conftest import rel_to_rms
 
+COMPILE_QUICKLY = True
+
 GOLDEN = Path(__file__).parent / "golden"
 TOLERANCE = {"k3_tiny": 2e-3, "kimi_linear_tiny": 5e-4}
 CASES = [(name, dtype) for name in TOLERANCE for dtype in ("float32", "float64")]

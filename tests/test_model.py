@@ -16,6 +16,8 @@ from kimi_jax.model import Kimi, init
 from tests import tiny
 from tests.conftest import rel_to_max, rel_to_rms
 
+COMPILE_QUICKLY = True
+
 K3 = tiny.MODEL
 KIMI_LINEAR = replace(
     K3,

@@ -17,6 +17,8 @@ from kimi_jax.step import init_state, make_eval_step, make_optimizer, make_step
 from tests import tiny
 from tests.conftest import rel_to_max
 
+COMPILE_QUICKLY = True
+
 BASE = tiny.config(Path(mkdtemp()), steps=20)
 
 

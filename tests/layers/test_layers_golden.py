@@ -16,6 +16,8 @@ from kimi_jax.layers.moe import MoE
 from kimi_jax.layers.param import arrays, with_arrays
 from tests.conftest import rel_to_max, rel_to_rms
 
+COMPILE_QUICKLY = True
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 DTYPES = ["float32", "float64"]
 CASES = [("kda_layer_op", case) for case in ("k3", "kimi_linear")]
