@@ -129,10 +129,9 @@ def _check(model: Kimi, prompts, max_new_tokens: int, temperature: float, top_p:
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ConfigError(f"prompt {number} is empty; begin with the token bos_token_id={config.bos_token_id}")
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise ConfigError(
-                f"prompt {number} has token {max(prompt, key=abs)} outside the vocabulary of {config.vocab_size}"
-            )
+        for token in prompt:
+            if not 0 <= token < config.vocab_size:
+                raise ConfigError(f"prompt {number} has token {token} outside the vocabulary of {config.vocab_size}")
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     if max_new_tokens < 1 or longest > config.max_position_embeddings:
         raise ConfigError(

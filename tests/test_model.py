@@ -25,7 +25,7 @@ KIMI_LINEAR = replace(
     situ_linear_beta=None,
     attn_res_block_size=None,
     kda=KDAConfig(num_heads=2, head_dim=8, chunk_size=8),
-    mla=MLAConfig(num_heads=2, q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12),
+    mla=MLAConfig(num_heads=2, q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6),
     moe=replace(K3.moe, latent_size=None, latent_norm=False, routed_scaling_factor=2.446),
 )
 CONFIGS = {"k3": K3, "kimi_linear": KIMI_LINEAR}
@@ -102,7 +102,12 @@ def test_later_tokens_change_nothing_before_them(model, dtype):
 
 
 def test_prefill_equals_prefill_and_steps(model):
-    """Logits and the cache's contents, for k = 9 steps, and for a prefill in two parts."""
+    """Logits and the cache's contents, for k = 9 steps, and for a prefill in two parts.
+
+    15 queries read the cached latents expanded, one or nine absorbed.
+    """
+    attention = model.segments[-1].runs[-1].attention
+    assert attention._absorbs(1) and not attention._absorbs(15)
     ids = tokens(4, 2, 24)
     whole, _ = forward(model, ids)
     logits, aux = forward(model, ids[:, :15], cache=init_cache(model.config, 2, 32))
@@ -129,12 +134,6 @@ def test_a_cache_holds_the_rows_last_document(model):
     assert rel_to_rms(continued[:1], alone[:, 12:]) < 1e-5
     fresh, _ = forward(model, ids[1:, :4])
     assert rel_to_rms(continued[1:], fresh) < 1e-5
-
-
-def test_absorbed_and_expanded_attention_agree(model):
-    """The same cache read by one query (absorbed) and by many (expanded)."""
-    attention = model.segments[-1].runs[0].attention
-    assert attention._absorbs(1) and not attention._absorbs(10_000)
 
 
 def test_padding_tokens_never_matter(model):
@@ -206,7 +205,7 @@ def test_inputs_are_checked():
         with_arrays(model, {"embed": jnp.zeros(1)})
 
 
-@pytest.mark.parametrize("name,expected", [("k3", 11), ("kimi_linear_48b", 4), ("k3_tiny", 4)])
+@pytest.mark.parametrize("name,expected", [("k3", 11), ("kimi_linear_48b", 4), ("k3_tiny", 3)])
 def test_layers_fall_into_few_segments(name, expected):
     config = load_config(name).model
     parts = segments(config)

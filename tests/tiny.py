@@ -30,9 +30,9 @@ MODEL = ModelConfig(
         num_heads=2,
         q_lora_rank=8,
         kv_lora_rank=8,
-        qk_nope_head_dim=8,
+        qk_nope_head_dim=4,
         qk_rope_head_dim=4,
-        v_head_dim=8,
+        v_head_dim=4,
         output_gate=True,
     ),
     moe=MoEConfig(

@@ -130,11 +130,18 @@ def check_layer(fixture, case, dtype):
     has_grads = any(key.startswith("out.d_w.") for key in data)  # two MoE cases come without
     if kind is MoE:
         assert not np.any(grads["router_bias"])
+    largest = max((np.max(np.abs(data[key])) for key in data if key.startswith("out.d_w.")), default=0.0)
     for name, paths, e, (_, _, encode) in entries:
         if not has_grads or name == "gate.e_score_correction_bias":
             continue
         grad = encode(*(np.asarray(grads[path])[() if e is None else e] for path in paths))
-        errors[name] = rel_to_max(grad, data[f"out.d_w.{name}"])
+        expected = data[f"out.d_w.{name}"]
+        errors[name] = rel_to_max(grad, expected)
+        # A gradient that vanishes by cancellation is no better than the last bit of the terms that cancel. It
+        # matters once: with one expert a token and the latent norm, the routing weight has no effect but for eps,
+        # and d gate.weight (6.6e-4) is what is left of terms as large as the layer's other gradients (43).
+        if np.max(np.abs(grad - expected)) < np.finfo(dtype).eps * largest:
+            errors[name] = 0.0
     worst = max(((error, name) for name, error in errors.items() if name != "out"), default=(0.0, "none given"))
     print(f"{fixture}/{case} {dtype}: out {errors['out']:.1e}, worst gradient {worst[0]:.1e} ({worst[1]})")
     assert worst[0] < grad_tolerance, worst
