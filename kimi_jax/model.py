@@ -237,3 +237,8 @@ def _check_inputs(tokens, segment_ids, cache: Cache | None, collect: Sequence[st
                 f"tokens {list(tokens.shape)} do not fit a cache of {rows} rows and {capacity} slots; "
                 f"make one with init_cache(config, {tokens.shape[0]}, at least {tokens.shape[1]})"
             )
+        if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + tokens.shape[1] > capacity:
+            raise ValueError(
+                f"the cache holds {int(cache.length)} tokens of at most {capacity}, and {tokens.shape[1]} more do not "
+                "fit; make a larger one with init_cache and read the text again"
+            )

@@ -38,6 +38,8 @@ def compile_quickly(request):
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    # Every executable holds memory maps, of which a process may have 65,530: one that compiles all day crashes.
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -88,14 +88,17 @@ def test_logits_and_intermediates(loaded, length):
 
 
 def test_left_padding(loaded):
-    """Padding changes no real token (compared in x64, as the fixture says; in f32 routing may tip)."""
+    """Padding changes no real token. The fixture was not cleared of near-ties in routing: its README has it compared
+    in x64, or in f32 with a few tokens allowed to go to another expert."""
     name, model, config, tolerance = loaded
-    if config.dtype != "float64":
-        pytest.skip("the fixture's padded rows have near-ties in routing; its README compares them in x64")
     inputs, expected = np.load(GOLDEN / name / "inputs.npz"), np.load(GOLDEN / name / "outputs.npz")
     mask = inputs["mask_leftpad"].astype(bool)
     logits, _ = run(model, inputs["ids_leftpad"], mask.astype(np.int32))
-    assert rel_to_rms(np.asarray(logits)[mask], expected["leftpad.logits_f64"][mask]) < tolerance
+    target = expected["leftpad.logits_f64"][mask]
+    errors = np.max(np.abs(np.asarray(logits)[mask] - target), axis=-1) / np.sqrt(np.mean(target**2))
+    outliers = int(np.sum(errors >= tolerance))
+    print(f"{name} leftpad {config.dtype}: {np.sort(errors)[len(errors) - 1 - outliers]:.1e}, {outliers} outliers")
+    assert outliers <= (0 if config.dtype == "float64" else 3), errors
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "leftpad"])

@@ -201,6 +201,9 @@ def test_inputs_are_checked():
         model.forward(jnp.zeros((1, 4), jnp.int32), collect=("nothing",))
     with pytest.raises(ValueError, match=r"do not fit a cache of 1 rows and 3 slots"):
         model.forward(jnp.zeros((1, 4), jnp.int32), cache=init_cache(K3, 1, 3))
+    full = replace(init_cache(K3, 1, 4), length=jnp.int32(3))
+    with pytest.raises(ValueError, match="holds 3 tokens of at most 4, and 2 more do not fit"):
+        model.forward(jnp.zeros((1, 2), jnp.int32), cache=full)
     with pytest.raises(ValueError, match="parameters differ"):
         with_arrays(model, {"embed": jnp.zeros(1)})
 
