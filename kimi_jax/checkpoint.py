@@ -79,9 +79,15 @@ class Checkpoints:
         with ocp.Context(pytree_options=options):
             return unflatten(like, self._orbax.load(self._at(step), wanted))
 
-    def close(self) -> None:
+    def wait(self) -> None:
+        """Returns once what `save` began is whole on disk."""
         self._orbax.wait()
-        self._orbax.close()
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._orbax.close()
 
     def _at(self, step: int | None) -> int:
         step = self.latest if step is None else step

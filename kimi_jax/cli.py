@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def train(argv: Sequence[str] | None = None) -> None:
     """`kimi-jax train NAME [--dotted.overrides]`, and all of `train_main.py`."""
-    config, argv = _named_config(sys.argv[1:] if argv is None else argv, "train")
+    config, argv = _named_config(sys.argv[1:] if argv is None else argv, "kimi-jax train")
     with _plain_errors():
         args = tyro.cli(TrainArgs, args=argv, default=TrainArgs(config), prog="train NAME")
         from kimi_jax import inspect as inspection
@@ -106,18 +107,14 @@ def train(argv: Sequence[str] | None = None) -> None:
         except training.Interrupted as stopped:
             print(stopped, file=sys.stderr)
             # A scheduler that preempts with SIGTERM wants to see success; a shell wants to see its Ctrl-C.
-            sys.exit(130 if stopped.signum == 2 else 0)
+            sys.exit(130 if stopped.signum == signal.SIGINT else 0)
         except training.TooManySkips as stopped:
             _fail(str(stopped))
 
 
 def evaluate(argv: Sequence[str]) -> None:
     with _plain_errors():
-        source = [i for i, part in enumerate(argv) if part.startswith("--source.")]
-        if source:
-            # tyro spells an optional group as a subcommand, which comes after the plain options.
-            argv = [*argv[: source[0]], "source:source", *argv[source[0] :]]
-        args = tyro.cli(EvalArgs, args=argv, prog="kimi-jax eval")
+        args = tyro.cli(EvalArgs, args=_source_last(argv), prog="kimi-jax eval")
         from kimi_jax import runs
 
         result = runs.evaluate(args.checkpoint, args.step, args.source, args.max_tokens)
@@ -125,13 +122,25 @@ def evaluate(argv: Sequence[str]) -> None:
         print(f"bits per byte: {result['bits_per_byte']:.4f}")
 
 
+def _source_last(argv: Sequence[str]) -> list[str]:
+    """tyro spells an optional group as a subcommand, which comes after the plain options: put `--source.*` there."""
+    plain: list[str] = []
+    source: list[str] = []
+    for part in argv:
+        if part.startswith("--"):
+            into = source if part.startswith("--source.") else plain
+        elif not (plain or source):
+            into = plain
+        into.append(part)
+    return [*plain, "source:source", *source] if source else plain
+
+
 def generate(argv: Sequence[str]) -> None:
     with _plain_errors():
         args = tyro.cli(GenerateArgs, args=argv, prog="kimi-jax generate")
         from kimi_jax import runs
 
-        print(args.prompt, end="", flush=True)
-        for text in runs.generate(
+        pieces = runs.generate(
             args.checkpoint,
             args.prompt,
             step=args.step,
@@ -139,13 +148,16 @@ def generate(argv: Sequence[str]) -> None:
             temperature=args.temperature,
             top_p=args.top_p,
             seed=args.seed,
-        ):
+        )
+        first = next(pieces)  # a mistake shows before anything is printed
+        print(args.prompt + first, end="", flush=True)
+        for text in pieces:
             print(text, end="", flush=True)
         print()
 
 
 def inspect(argv: Sequence[str]) -> None:
-    config, argv = _named_config(argv, "inspect")
+    config, argv = _named_config(argv, "kimi-jax inspect")
     with _plain_errors():
         args = tyro.cli(InspectArgs, args=argv, default=InspectArgs(config), prog="kimi-jax inspect NAME")
         from kimi_jax import inspect as inspection
@@ -175,6 +187,11 @@ class _plain_errors:
 
         if isinstance(error, ConfigError | CheckpointError):
             _fail(str(error))
+        if isinstance(error, KeyboardInterrupt):
+            print(
+                "Stopped at once; the same command goes on from the last checkpoint, if there is one.", file=sys.stderr
+            )
+            sys.exit(130)
 
 
 def _fail(message: str) -> NoReturn:

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import importlib.util
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -407,6 +408,8 @@ def to_dict(config) -> dict:
 def from_dict(cls: type[T], values: dict) -> T:
     """The inverse of `to_dict`, also after a trip through JSON."""
     hints = typing.get_type_hints(cls)
+    unknown = sorted(values.keys() - hints.keys())
+    _check(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}: written by another version of kimi_jax?")
     return cls(**{name: _revived(hints[name], value) for name, value in values.items()})
 
 
@@ -427,6 +430,17 @@ def shipped_configs() -> dict[str, Path]:
     raise ConfigError(f"no configs beside {here}; the installation is incomplete, install kimi_jax again")
 
 
+def _unknown_field(path: Path, error: TypeError) -> Exception:
+    """A plain message for a misspelt field in a config file; the error itself for anything else."""
+    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    kind = globals().get(found[1]) if found else None
+    if found is None or not dataclasses.is_dataclass(kind):
+        return error
+    near = difflib.get_close_matches(found[2], [f.name for f in dataclasses.fields(kind)], n=1)
+    mend = f"did you mean {near[0]}?" if near else f"it has {', '.join(f.name for f in dataclasses.fields(kind))}"
+    return ConfigError(f"{path}: {found[1]} has no field {found[2]!r}; {mend}")
+
+
 def load_config(name: str) -> Config:
     """Returns the `config` of a shipped config's name or of a path to a `.py` file.
 
@@ -445,7 +459,10 @@ def load_config(name: str) -> Config:
     spec = importlib.util.spec_from_file_location(f"_kimi_jax_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except TypeError as error:
+        raise _unknown_field(path, error) from error
     config = getattr(module, "config", None)
     _check(
         isinstance(config, Config),

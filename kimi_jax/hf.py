@@ -99,7 +99,11 @@ def save(path: str | Path, model: Kimi, config: ModelConfig, *, max_shard_bytes:
     Raises:
         CheckpointError: `path` exists and is not an empty directory, or the disk is too small.
     """
-    path = Path(path)
+    path = Path(path).absolute()
+    if replace(config, dtype="float32", param_dtype="float32", remat="none") != replace(
+        model.config, dtype="float32", param_dtype="float32", remat="none"
+    ):
+        raise ConfigError("the config is not that of the model; pass model.config")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists already; choose a new directory or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -312,7 +316,9 @@ def _tensor_files(path: Path) -> dict[str, str]:
     if (path / INDEX).is_file():
         try:
             files = json.loads((path / INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+            if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
+                raise ValueError("weight_map must map names to files")
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path / INDEX} is not an index with a weight_map: {error}") from error
         outside = sorted({f for f in files.values() if "/" in f or "\\" in f or ".." in f})
         if outside:
@@ -349,7 +355,9 @@ def _check_headers(path: Path, files: dict[str, str], expected: dict[str, Tensor
     found: dict[str, dict] = {}
     problems = []
     for file in sorted(set(files.values())):
-        found |= _header(path / file)
+        header = _header(path / file)
+        problems += [f"in two files: {name}" for name in sorted(header.keys() & found.keys())]
+        found |= header
     problems += [f"named in the index but in no file: {name}" for name in sorted(files.keys() - found.keys())]
     packed = sorted(name for name in found if name.endswith((".weight_packed", ".weight_scale")))
     if packed:
@@ -430,10 +438,12 @@ def read_config(path: str | Path) -> ModelConfig:
                 routed_scaling_factor=text["routed_scaling_factor"],
             ),
         )
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
     except KeyError as error:
         raise ConfigError(f"{file} lacks or has an unknown value for {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} has a value of the wrong kind: {error}") from error
 
 
 _FIXED = {

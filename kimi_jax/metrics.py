@@ -21,8 +21,8 @@ class Metrics:
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(_line(record) for record in kept))
         os.replace(partial, self.path)
-        self._file = self.path.open("a")
         self._board = _board(folder, first_step) if tensorboard else None
+        self._file = self.path.open("a")
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         """One record: `step` counts finished steps, `kind` is train, eval or final."""
@@ -51,7 +51,9 @@ def read(path: str | Path) -> Iterator[dict]:
 
 
 def _line(record: dict) -> str:
-    return json.dumps(record, allow_nan=True) + "\n"
+    # NaN and infinity are no JSON: null keeps the file readable for strict parsers.
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite) + "\n"
 
 
 def _board(folder: Path, first_step: int):
@@ -73,7 +75,7 @@ def plot(path: str | Path, target: str | Path) -> None:
     axes = figure.subplots(2, 2)
 
     def line(axis, rows, key, **style):
-        points = [(row["step"], row[key]) for row in rows if key in row and math.isfinite(row[key])]
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
             axis.plot(*zip(*points, strict=True), **style)
 

@@ -81,7 +81,7 @@ class Kimi(nnx.Module):
 
         Args:
             tokens, segment_ids: as in `__call__`. With a cache, the row's first document continues the cached one.
-            cache: from `init_cache` or an earlier call; the caller sees to it that the tokens fit its capacity.
+            cache: from `init_cache` or an earlier call. Tokens past its capacity make the logits NaN.
             collect: names out of `INTERMEDIATES` to return besides.
 
         Returns:
@@ -115,7 +115,10 @@ class Kimi(nnx.Module):
             held = jax.lax.dynamic_update_slice_in_dim(cache.visible.astype(jnp.int32), numbered, cache.length, 1)
             slots = Slots(numbered, held, cache.length)
 
-        h = jnp.take(self.embed.get_value().astype(config.dtype), tokens, axis=0)
+        # Cast after the look-up: the gradient of a frequent token is a long sum, which bf16 would not hold.
+        h = jnp.take(self.embed.get_value(), tokens, axis=0).astype(config.dtype)
+        if cache is not None:  # tokens past the capacity would overwrite others: better no answer than a wrong one
+            h = jnp.where(cache.length + tokens.shape[1] <= cache.capacity, h, jnp.nan)
         bank = None
         parts: dict[str, list[tuple[np.ndarray, jax.Array]]] = {}
         caches = []
@@ -236,9 +239,4 @@ def _check_inputs(tokens, segment_ids, cache: Cache | None, collect: Sequence[st
             raise ValueError(
                 f"tokens {list(tokens.shape)} do not fit a cache of {rows} rows and {capacity} slots; "
                 f"make one with init_cache(config, {tokens.shape[0]}, at least {tokens.shape[1]})"
-            )
-        if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + tokens.shape[1] > capacity:
-            raise ValueError(
-                f"the cache holds {int(cache.length)} tokens of at most {capacity}, and {tokens.shape[1]} more do not "
-                "fit; make a larger one with init_cache and read the text again"
             )

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from kimi_jax.config import Config
-from kimi_jax.layers.param import arrays, declarations, with_arrays
+from kimi_jax.layers.param import arrays, declarations, exact_dtype, with_arrays
 from kimi_jax.model import Kimi, bias_layers, clip_rows, init
 from kimi_jax.ops.loss import linear_cross_entropy
 from kimi_jax.ops.routing import balance_metrics, quantile_bias, sign_bias
@@ -42,7 +42,7 @@ class State:
     skipped: jax.Array
     """int32: steps skipped in all."""
     rng: jax.Array
-    """Key data of the run's random numbers."""
+    """Key data of the run's random numbers. Training draws none; the sample at the end does."""
 
 
 def init_state(config: Config, optimizer: optax.GradientTransformationExtraArgs) -> State:
@@ -103,6 +103,8 @@ def make_step(
             return loss, {"loss": loss, "weight": weight, **aux}
 
         grads, sums = jax.grad(summed_loss, has_aux=True)(params)
+        # At least f32 before micro-batches are added up, whatever the parameters are stored in.
+        grads = {name: grad.astype(exact_dtype(grad.dtype)) for name, grad in grads.items()}
         return {"grads": grads, **sums}
 
     def pool(a, b):
@@ -148,7 +150,9 @@ def make_step(
             step=state.step + 1,
             params=_where(accept, params, state.params),
             opt=_where(accept, opt, state.opt),
-            losses=jnp.where(accept, jnp.roll(state.losses, -1).at[-1].set(loss), state.losses),
+            losses=jnp.where(
+                accept, jnp.roll(state.losses, -1).at[-1].set(loss.astype(state.losses.dtype)), state.losses
+            ),
             skips=jnp.where(accept, 0, state.skips + 1),
             skipped=state.skipped + ~accept,
             rng=state.rng,

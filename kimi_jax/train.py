@@ -7,9 +7,11 @@ import json
 import lzma
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -79,15 +81,19 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
         Interrupted: after Ctrl-C or SIGTERM; the state is saved.
         TooManySkips: the last good checkpoint is kept, and the batch is in `skipped_batch.npz`.
     """
+    exact = "float64" in (config.model.dtype, config.model.param_dtype)
+    if exact and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ConfigError('float64 needs JAX_ENABLE_X64=1 or jax.config.update("jax_enable_x64", True)')
     _keep_freed_memory()
     notebook = Console().is_jupyter  # there rich would want widgets; plain lines do
     console = Console(highlight=False, force_jupyter=False, force_terminal=False if notebook else None)
     folder = Path(config.train.runs_dir) / config.name
-    if restart:
-        _remove(folder)
     optimizer = make_optimizer(config)
     shapes = abstract_state(config, optimizer)
     _check_folder(folder, config, checkpoint.host_bytes(shapes))
+    fresh = _data(config, None, console) if restart else None  # what is refused is refused before anything is removed
+    if restart:
+        _remove(folder)
     with (
         _signals() as stop,
         checkpoint.opened(
@@ -97,12 +103,26 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
         saved = None if checkpoints.latest is None else checkpoints.metadata()
         if saved is not None:
             check_same(saved["config"], to_dict(config), folder)
-            final = _final_record(folder, config.train.steps)
-            if final is not None:
+            latest, steps = checkpoints.latest or 0, config.train.steps
+            if latest > steps:
+                raise ConfigError(
+                    f"{folder} is at step {latest}, past train.steps={steps}; raise it, choose another --name, or "
+                    "begin anew with --restart"
+                )
+            final = _final_record(folder, steps)
+            if final is not None and latest == steps:
                 console.print(f"This run is finished at step {config.train.steps}; --restart begins anew.")
                 _print_summary(console, folder, final)
                 return final
-        data = _data(config, folder, saved, console)
+        tokenizer = None if saved is None else tokenizers.load(folder / "tokenizer")
+        data = fresh or _data(config, tokenizer, console)
+        if saved is None:
+            data.tokenizer.save(folder / "tokenizer")
+        elif saved["data"] != data.fingerprint:
+            raise ConfigError(
+                f"the training text is not that of the checkpoint in {folder} (documents or tokenizer changed); "
+                "restore it, or begin anew with --restart"
+            )
         batches = data.train_iterator(seed=config.train.seed)
         if saved is None:
             state = init_state(config, optimizer)
@@ -115,6 +135,7 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
         log = metrics.Metrics(folder, first_step=int(state.step), tensorboard=config.train.tensorboard)
         try:
             state = _loop(config, state, data, batches, checkpoints, log, folder, stop, console)
+            checkpoints.wait()  # a run is finished when its last checkpoint is whole
             final = _finish(config, state, data, log, folder, stop, console)
         finally:
             log.close()
@@ -155,12 +176,14 @@ def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, co
             if done % train.eval_every == 0 and not last:
                 flush()
                 some = data.validation_batches(max_tokens=train.eval_tokens)
-                log.write(done, "eval", **display.evaluated(evaluate(eval_step, state.params, some, stop)))
+                log.write(done, "eval", **display.evaluated(evaluate(eval_step, state.params, some)))
                 metrics.plot(log.path, folder / "curves.png")
-            if stop.signum is not None or due:
+            stopping = stop.signum is not None  # read once: a signal from here on waits for the next step
+            if stopping or due:
                 flush()
                 save()
-            stop.check(f"Stopped and saved at step {done}. The same command goes on: {_command()}")
+            if stopping:
+                stop.check(f"Stopped and saved at step {done}. The same command goes on: {_command()}")
         flush()
     return state
 
@@ -214,7 +237,7 @@ def evaluate(step, params: dict, batches: Iterable[Batch], stop=None) -> dict[st
     sums, num_bytes = [], 0
     for batch in batches:
         if stop is not None and stop.signum is not None:
-            break  # the caller saves and stops; the numbers so far are of fewer tokens
+            break  # the caller stops too, and throws the numbers away
         num_bytes += int(np.sum(batch["num_bytes"] * (batch["loss_weights"] > 0)))
         sums.append(step(params, {key: value for key, value in batch.items() if key != "num_bytes"}))
     nats, tokens = (float(sum(np.float64(part[i]) for part in sums)) for i in (0, 1))
@@ -257,19 +280,11 @@ def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {path: leaf for key, value in items for path, leaf in _leaves(value, f"{prefix}.{key}".lstrip(".")).items()}
 
 
-def _data(config: Config, folder: Path, saved: dict | None, console: Console) -> Data:
-    """The corpus and its tokenizer; refuses data that the checkpoint was not trained on."""
-    tokenizer = None if saved is None else tokenizers.load(folder / "tokenizer")
+def _data(config: Config, tokenizer: Tokenizer | None, console: Console) -> Data:
+    """The corpus and its tokenizer, and on the console what there is."""
     with console.status("Reading and tokenising text"):
         data = pipeline.load(config.data, config.model, tokenizer)
     console.print(data.summary(), soft_wrap=True)
-    if saved is None:
-        data.tokenizer.save(folder / "tokenizer")
-    elif saved["data"] != data.fingerprint:
-        raise ConfigError(
-            f"the training text is not that of the checkpoint in {folder} (documents or tokenizer changed); "
-            "restore it, or begin anew with --restart"
-        )
     return data
 
 
@@ -286,12 +301,16 @@ def _record(log, step: int, results: dict, batch: Batch, *, since: float) -> dic
 
 def _too_many(record, checkpoints, folder: Path) -> TooManySkips:
     step, results, batch = record
+    checkpoints.wait()
+    newest = "there is no checkpoint yet" if checkpoints.latest is None else f"the newest is step {checkpoints.latest}"
+    spike = np.isfinite(results["loss"]) and np.isfinite(results["grad_norm"])
+    mend = "lower optim.learning_rate" + (" or raise train.spike_threshold" if spike else "")
     np.savez(folder / "skipped_batch.npz", **batch)
     return TooManySkips(
         f"{int(results['skips_in_a_row'])} steps in a row were skipped up to step {step}: the last loss is "
         f"{float(results['loss']):.4g} and its gradient's norm {float(results['grad_norm']):.4g}. Parameters are "
-        f"those of the last good step; the newest checkpoint is step {checkpoints.latest}; the batch is in "
-        f"{folder / 'skipped_batch.npz'}. Lower optim.learning_rate or raise train.spike_threshold"
+        f"those of the last good step, and of checkpoints {newest}; the batch is in "
+        f"{folder / 'skipped_batch.npz'}; {mend}"
     )
 
 
@@ -331,9 +350,12 @@ class _Display:
         text = self.fields.format(**record) + self.validation
         self.progress.update(self.task, completed=record["step"], description=text)
         done = record["step"] - self.start
+        if done == 1:
+            self.began = self.clock  # compilation is over
         if not self.live and (done in (1, 10) or record["step"] % max(1, self.steps // 20) == 0):
-            left = (self.clock - self.began) / done * (self.steps - record["step"])
-            self.console.print(f"step {record['step']}/{self.steps}  {text}  {left:,.0f} s left", soft_wrap=True)
+            left = (self.clock - self.began) / max(done - 1, 1) * (self.steps - record["step"])
+            ending = f"  {left:,.0f} s left" if done > 1 else ""
+            self.console.print(f"step {record['step']}/{self.steps}  {text}{ending}", soft_wrap=True)
 
     def evaluated(self, result: dict) -> dict:
         self.validation = f"  validation {result['bits_per_byte']:.3f}"
@@ -350,7 +372,7 @@ class _Stop:
         if self.signum is not None:
             raise KeyboardInterrupt
         self.signum = signum
-        print("\nStopping after this step; again to stop at once.", file=sys.stderr)
+        print("\nStopping at the next safe point; again to stop at once.", file=sys.stderr)
 
     def check(self, message: str) -> None:
         if self.signum is not None:
@@ -361,6 +383,9 @@ class _Stop:
 def _signals():
     """Ctrl-C and SIGTERM ask the loop to save and stop; a second one interrupts at once."""
     stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may listen to signals
+        return
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
@@ -427,9 +452,14 @@ def _print_summary(console: Console, folder: Path, final: dict) -> None:
 
 
 def _command() -> str:
-    if "ipykernel" in sys.argv[0]:
+    """The command that goes on with this run, as a shell takes it."""
+    program, *arguments = sys.argv
+    if "ipykernel" in program:
         return "run the cell again"
-    return " ".join(["python", *sys.argv]) if sys.argv[0].endswith(".py") else " ".join(sys.argv)
+    start = ["python", "-m", "kimi_jax"] if Path(program).name == "__main__.py" else [program]
+    if program.endswith(".py") and len(start) == 1:
+        start = ["python", program]
+    return shlex.join([*start, *(part for part in arguments if part not in ("--restart", "--no-restart"))])
 
 
 def _write(path: Path, text: str) -> None:

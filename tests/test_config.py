@@ -14,7 +14,12 @@ import pytest
 from kimi_jax import config as config_module
 from kimi_jax.config import Config, ConfigError, ModelConfig, Source, from_dict, load_config, shipped_configs, to_dict
 
-TINY = load_config("k3_tiny")
+SHIPPED = load_config("k3_tiny")
+TINY = dataclasses.replace(  # with sizes that the messages below name, whatever the shipped file says
+    SHIPPED,
+    model=dataclasses.replace(SHIPPED.model, num_layers=9, mla_layers=(3, 7, 8)),
+    data=dataclasses.replace(SHIPPED.data, batch_size=8),
+)
 
 POSITIVE = {
     "model": "vocab_size hidden_size num_layers dense_hidden_size",
@@ -131,6 +136,13 @@ def test_every_check_of_the_dataclasses_has_a_case_above():
         frames = traceback.extract_tb(error.value.__traceback__)
         seen.add([frame.lineno for frame in frames if frame.name == "__post_init__"][-1])
     assert seen == checks, f"add to REFUSED a case for line {sorted(checks - seen)} of kimi_jax/config.py"
+
+
+def test_a_misspelt_field_of_a_config_file_is_named(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("from kimi_jax.config import TrainConfig\nconfig = TrainConfig(stepz=3)\n")
+    with pytest.raises(ConfigError, match=r"mine.py: TrainConfig has no field 'stepz'; did you mean steps\?"):
+        load_config(str(path))
 
 
 def test_settings_do_not_change_after_they_were_checked():

@@ -189,9 +189,10 @@ def test_shard_names_stay_in_the_directory(tmp_path):
     path.write_text(json.dumps(index))
     with pytest.raises(hf.CheckpointError, match=r"lacks model-00077-of-00003\.safetensors"):
         hf.load(tmp_path / "sharded")
-    path.write_text("{}")
-    with pytest.raises(hf.CheckpointError, match="is not an index"):
-        hf.load(tmp_path / "sharded")
+    for bad in ("{}", "[]", '{"weight_map": {"a": 1}}', '{"weight_map": ["a"]}', "{"):
+        path.write_text(bad)
+        with pytest.raises(hf.CheckpointError, match="is not an index"):
+            hf.load(tmp_path / "sharded")
 
 
 def test_directories_that_are_none(tmp_path):
@@ -209,6 +210,7 @@ def test_directories_that_are_none(tmp_path):
         ("num_expert_group", 4, "num_expert_group=4 is not supported"),
         ("hidden_act", "gelu", "unknown value for 'gelu'"),
         ("num_hidden_layers", 10, r"must name each of 1\.\.10 once"),
+        ("num_hidden_layers", "9", "has a value of the wrong kind"),
         ("hidden_size", None, "lacks or has an unknown value for 'hidden_size'"),
     ],
 )

@@ -62,8 +62,9 @@ def test_a_step_learns():
     assert np.isfinite(losses).all() and losses[-1] < losses[0] - 0.3, losses
     assert int(state.step) == 8 and int(state.skipped) == 0
     assert float(metrics["tokens"]) == batch()["loss_weights"].sum()
-    for name in ("update_rms_muon", "update_rms_adamw", "grad_norm", "max_logit", "router_entropy"):
-        assert float(metrics[name]) > 0 or name == "max_logit"
+    for name in ("update_rms_muon", "update_rms_adamw", "grad_norm", "router_entropy"):
+        assert float(metrics[name]) > 0
+    assert np.isfinite(metrics["max_logit"])
     assert metrics["expert_load"].sum() == (batch()["segment_ids"] > 0).sum() * 2  # experts a token
 
 
@@ -182,18 +183,16 @@ def test_evaluation_leaves_biases_alone_and_ignores_padding():
     np.testing.assert_array_equal(a, b)
 
 
-def test_bf16_compute_keeps_exact_parts_in_float32():
+def test_bf16_compute_trains_and_bf16_storage_keeps_exact_parts_in_float32():
     config = tiny.with_model(BASE, dtype="bfloat16")
     step, state = compiled(config)
     new, metrics = step(state, batch())
     assert np.isfinite(metrics["loss"]) and not equal(new.params, state.params)
-    half = declarations(Kimi(tiny.with_model(BASE, dtype="bfloat16", param_dtype="bfloat16").model))
     model = materialise(Kimi(tiny.with_model(BASE, dtype="bfloat16", param_dtype="bfloat16").model), 0)
     exact = ("A_log", "dt_bias", "conv_q", "conv_k", "conv_v", "o_norm", "router_bias")
     for name, value in arrays(model).items():
         expected = jnp.float32 if name.rsplit(".", 1)[-1] in exact else jnp.bfloat16
         assert value.dtype == expected, name
-    assert half.keys() == arrays(model).keys()
 
 
 def test_router_bias_round_trip():
