@@ -30,10 +30,7 @@ def rel_to_max(actual, expected) -> float:
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly(request):
-    """Whole models compile in half the time without XLA's optimisations; modules ask with COMPILE_QUICKLY = True.
-
-    The ops themselves are tested as they are compiled for use.
-    """
+    """Large graphs compile in half the time without XLA's optimisations; modules ask with COMPILE_QUICKLY = True."""
     quick = getattr(request.module, "COMPILE_QUICKLY", False)
     jax.config.update("jax_disable_most_optimizations", quick)
     yield

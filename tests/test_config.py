@@ -147,12 +147,12 @@ def test_a_misspelt_field_of_a_config_file_is_named(tmp_path):
 
 def test_settings_do_not_change_after_they_were_checked():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        TINY.model.num_layers = 3  # pyright: ignore[reportAttributeAccessIssue]
-    assert hash(TINY) == hash(load_config("k3_tiny"))
+        SHIPPED.model.num_layers = 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert hash(SHIPPED) == hash(load_config("k3_tiny"))
 
 
 def test_layers_of_each_kind():
-    model = dataclasses.replace(TINY.model, num_layers=5, mla_layers=(1, 4), num_dense_layers=2)
+    model = dataclasses.replace(SHIPPED.model, num_layers=5, mla_layers=(1, 4), num_dense_layers=2)
     assert model.kda_layers == (0, 2, 3)
     assert model.moe_layers == (2, 3, 4)
     assert model.mla.qk_head_dim == 48
@@ -191,7 +191,7 @@ def test_unknown_name(name, message):
 def test_path_to_a_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(shipped_configs()["k3_tiny"].read_text().replace('name="k3_tiny"', 'name="mine"'))
-    assert load_config(str(path)) == dataclasses.replace(TINY, name="mine")
+    assert load_config(str(path)) == dataclasses.replace(SHIPPED, name="mine")
 
 
 @pytest.mark.parametrize(("text", "kind"), [("settings = 1", "NoneType"), ("config = {}", "dict")])
@@ -364,7 +364,7 @@ def test_every_model_setting_is_released_or_ours():
     ours = {"chunk_size", "param_dtype", "remat"}
     settings = {
         field.name
-        for part in (TINY.model, TINY.model.kda, TINY.model.mla, TINY.model.moe)
+        for part in (SHIPPED.model, SHIPPED.model.kda, SHIPPED.model.mla, SHIPPED.model.moe)
         for field in dataclasses.fields(part)
         if not dataclasses.is_dataclass(getattr(part, field.name))
     }
