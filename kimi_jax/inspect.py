@@ -97,6 +97,21 @@ def counts(config: ModelConfig) -> Counts:
 def report(config: Config) -> str:
     """The text of `kimi-jax inspect NAME`."""
     model = config.model
+    lines = _shapes(model)
+    found = counts(model)
+    pattern = "".join("M" if layer in model.mla_layers else "K" for layer in range(model.num_layers))
+    summary = [
+        f"layers: {model.num_layers} = {len(model.kda_layers)} KDA + {len(model.mla_layers)} MLA, {pattern}",
+        f"text parameters: {found.total:,}; {found.stored:,} as the release stores them",
+        f"active: {found.active:,} ({_billions(found.active)}) a token, head included",
+        f"KDA state: {found.kda_state_bytes:,} bytes a sequence ({_exact(model)})",
+        f"MLA cache: {found.mla_bytes_per_token:,} bytes a token ({model.dtype})",
+    ]
+    return lines + "\n" + "\n".join(summary)
+
+
+def _shapes(model: ModelConfig) -> str:
+    """A row for each parameter, layers of one kind together."""
     lines = Table(box=None, header_style="bold", pad_edge=False)
     for title, justify in (("component", "left"), ("parameter", "left"), ("shape", "left"), ("layers", "right")):
         lines.add_column(title, justify=justify)  # type: ignore[arg-type]
@@ -107,16 +122,7 @@ def report(config: Config) -> str:
         group = part.group if part.group != last else ""
         lines.add_row(group, part.name, shape, str(part.layers), f"{part.count:,}")
         last = part.group
-    found = counts(model)
-    pattern = "".join("M" if layer in model.mla_layers else "K" for layer in range(model.num_layers))
-    summary = [
-        f"layers: {model.num_layers} = {len(model.kda_layers)} KDA + {len(model.mla_layers)} MLA, {pattern}",
-        f"text parameters: {found.total:,}; {found.stored:,} as the release stores them",
-        f"active: {found.active:,} ({_billions(found.active)}) a token, head included",
-        f"KDA state: {found.kda_state_bytes:,} bytes a sequence ({_exact(model)})",
-        f"MLA cache: {found.mla_bytes_per_token:,} bytes a token ({model.dtype})",
-    ]
-    return _text(lines) + "\n" + "\n".join(summary)
+    return _text(lines)
 
 
 def optimizer_table(config: Config) -> str:
@@ -142,6 +148,7 @@ def dry_run(config: Config) -> str:
     rows = data.batch_size // train.accumulation
     tokens = data.batch_size * data.sequence_length
     lines = [
+        _shapes(config.model),
         f"model: {count(Kimi(config.model)):,} parameters, {counts(config.model).active:,} active a token",
         f"batch: {data.batch_size} rows x {data.sequence_length} tokens = {tokens:,} tokens a step, "
         f"in {train.accumulation} micro-batches of {rows} rows",

@@ -13,7 +13,7 @@ from kimi_jax.cache import Cache, advance
 from kimi_jax.config import ModelConfig
 from kimi_jax.layers.block import AttnResidual, Layer, RMSNorm
 from kimi_jax.layers.mla import Slots
-from kimi_jax.layers.param import AdamW, arrays, declarations, materialise, normal, param, with_arrays
+from kimi_jax.layers.param import AdamW, declarations, materialise, normal, param
 from kimi_jax.layout import Segment, segments, starts_block
 from kimi_jax.ops.segments import document_ids
 
@@ -150,21 +150,6 @@ class Kimi(nnx.Module):
 def init(config: ModelConfig, seed: int = 0) -> Kimi:
     """A model with initial parameters: a function of the config and the seed alone."""
     return materialise(Kimi(config), seed)
-
-
-def router_bias(model: Kimi) -> jax.Array | None:
-    """The correction biases of all MoE layers, `[moe layers, e]` in layer order; None without such layers."""
-    values = arrays(model)
-    parts = [(layers, values[name]) for name, layers in bias_layers(model.config).items()]
-    return _in_layer_order(parts) if parts else None
-
-
-def with_router_bias(model: Kimi, bias: jax.Array) -> Kimi:
-    """The model with its correction biases replaced by `bias [moe layers, e]`."""
-    values, first = arrays(model), model.config.num_dense_layers
-    for name, layers in bias_layers(model.config).items():
-        values[name] = bias[layers - first].astype(values[name].dtype)
-    return with_arrays(model, values)
 
 
 def bias_layers(config: ModelConfig) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.layers.param import arrays, declarations, materialise
-from kimi_jax.model import Kimi, init, router_bias, with_router_bias
+from kimi_jax.model import Kimi, init
 from kimi_jax.ops.routing import quantile_bias
 from kimi_jax.step import init_state, make_eval_step, make_optimizer, make_step
 from tests import tiny
@@ -193,9 +193,3 @@ def test_bf16_compute_trains_and_bf16_storage_keeps_exact_parts_in_float32():
     for name, value in arrays(model).items():
         expected = jnp.float32 if name.rsplit(".", 1)[-1] in exact else jnp.bfloat16
         assert value.dtype == expected, name
-
-
-def test_router_bias_round_trip():
-    model = init(BASE.model, 0)
-    bias = jnp.arange(4.0).reshape(1, 4)
-    np.testing.assert_array_equal(router_bias(with_router_bias(model, bias)), bias)
