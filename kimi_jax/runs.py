@@ -46,7 +46,8 @@ def evaluate(
         batches = pipeline.load(config.data, config.model, tokenizer).validation_batches(max_tokens=max_tokens)
     else:
         batches, problems = pipeline.eval_batches([source], tokenizer, config.data, max_tokens=max_tokens)
-        print(problems.summary(), end="", file=sys.stderr)
+        if problems.counts:
+            print(problems.summary(), file=sys.stderr)
     return evaluate_batches(evaluation_step(config), arrays(model), batches)
 
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kimi_jax import checkpoint, metrics
-from kimi_jax.config import Config, ConfigError, Source, to_dict
+from kimi_jax.config import Config, ConfigError, Source, from_dict, to_dict
 from kimi_jax.data import pipeline
 from kimi_jax.data import tokenizer as tokenizers
 from kimi_jax.data.pipeline import Data
@@ -257,7 +257,8 @@ def sample_text(model: Kimi, tokenizer: Tokenizer, prompt: str, **options) -> It
 
 def check_same(saved: dict, current: dict, folder: Path) -> None:
     """Refuses to resume a checkpoint of another model, optimizer, data or batch; names each difference."""
-    before, now = _leaves(saved), _leaves(json.loads(json.dumps(current)))
+    saved = to_dict(from_dict(Config, saved))  # settings younger than the checkpoint have their defaults
+    before, now = (_leaves(json.loads(json.dumps(tree))) for tree in (saved, current))
     changed = sorted(
         f"{key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now"
         for key in before.keys() | now.keys()

@@ -16,7 +16,7 @@ import pytest
 
 from kimi_jax import metrics, runs, train
 from kimi_jax.checkpoint import Checkpoints
-from kimi_jax.config import ConfigError, Source
+from kimi_jax.config import ConfigError, Source, to_dict
 from tests import tiny
 
 COMPILE_QUICKLY = True
@@ -253,6 +253,13 @@ def test_the_command_that_goes_on(monkeypatch):
     assert train._command() == "/bin/kimi-jax train k3_tiny"
 
 
+def test_settings_younger_than_the_checkpoint_have_their_defaults(finished):
+    config, _, folder = finished
+    saved = json.loads((folder / "config.json").read_text())
+    del saved["train"]["max_skips"], saved["model"]["kda"]["conv_size"]
+    train.check_same(saved, to_dict(config), folder)
+
+
 @pytest.mark.parametrize(
     "change,named",
     [
@@ -350,3 +357,11 @@ def test_dry_run_allocates_and_writes_nothing(tmp_path):
     assert "2,779,484,476,000 parameters" in done.stdout
     assert "8192 rows x 8192 tokens" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_tensorboard_gets_the_scalars(tmp_path):
+    log = metrics.Metrics(tmp_path, first_step=0, tensorboard=True)
+    log.write(1, "train", loss=2.0, expert_load=[[1, 2]])
+    log.close()
+    (file,) = (tmp_path / "tensorboard").glob("events*")
+    assert b"train/loss" in file.read_bytes() and b"expert_load" not in file.read_bytes()
