@@ -25,22 +25,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kimi_jax.ops import segments
+from kimi_jax.ops.situ import sigmoid
 
 FORMS = ("chunked", "recurrent", "associative")
 # exp(A_log) beyond this is no decay rate but an overflow in waiting: inf * 0 is NaN.
 _MAX_A_LOG = 60.0
-
-
-@jax.custom_jvp
-def _sigmoid(x):
-    return jax.nn.sigmoid(x)
-
-
-@_sigmoid.defjvp
-def _sigmoid_jvp(primals, tangents):
-    # sigmoid(-x), not 1 - sigmoid(x): the latter has lost its digits where the gate is near its bound.
-    (x,), (dx,) = primals, tangents
-    return _sigmoid(x), dx * _sigmoid(x) * _sigmoid(-x)
 
 
 def decay_gate(f: jax.Array, A_log: jax.Array, dt_bias: jax.Array, *, lower_bound: float | None = None) -> jax.Array:
@@ -82,7 +71,7 @@ def decay_gate(f: jax.Array, A_log: jax.Array, dt_bias: jax.Array, *, lower_boun
     rate = jnp.exp(jnp.minimum(A_log.astype(dtype), _MAX_A_LOG))[:, None]
     if lower_bound is None:
         return -rate * jax.nn.softplus(u)
-    return lower_bound * _sigmoid(rate * u)
+    return lower_bound * sigmoid(rate * u)  # its derivative keeps its digits where g is near the bound
 
 
 def mask_documents(

@@ -43,7 +43,7 @@ def dtype(request, monkeypatch):
     """
     with jax.enable_x64(request.param == "float64"):
         if request.param == "float64":
-            monkeypatch.setattr("kimi_jax.ops.kda._sigmoid", jax.nn.sigmoid)
+            monkeypatch.setattr("kimi_jax.ops.kda.sigmoid", jax.nn.sigmoid)
         yield request.param
 
 
