@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16", "float64"]
+MeshAxis = Literal["data", "fsdp", "expert", "tensor", "seq"]
 
 
 class ConfigError(Exception):
@@ -142,6 +143,12 @@ class MoEConfig:
     """RMSNorm on the weighted sum of expert outputs, before the projection back to the model's width."""
     renormalize: bool = True
     routed_scaling_factor: float = 1.0
+    placement: Literal["exact", "home"] = "exact"
+    """Over a mesh's expert axis. exact: ranks borrow experts so that each computes the same number of rows (MoonEP).
+    home: an expert runs on the rank that holds it, and buffers are as large as the worst routing."""
+    transport: Literal["gather", "a2a", "ragged"] | None = None
+    """How rows travel over the expert axis: all-gather; dense all-to-all in rounds; `lax.ragged_all_to_all`.
+    None: ragged on TPU and GPU, gather elsewhere."""
 
     def __post_init__(self):
         _typed(self)
@@ -375,6 +382,94 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Devices along each axis of the mesh; their product is the number of devices of the run."""
+
+    data: int = 1
+    """Replicas of everything, each with its rows of the batch: for slices joined by a slow network."""
+    fsdp: int = 1
+    """Rows of the batch; parameters, gradients and optimizer state are cut over it and gathered layer by layer."""
+    expert: int = 1
+    """As fsdp, and routed experts stay on their rank: rows travel instead."""
+    tensor: int = 1
+    """Heads and MLP widths."""
+    seq: int = 1
+    """Spans of each row."""
+
+    def __post_init__(self):
+        _typed(self)
+        _positive(self, "data", "fsdp", "expert", "tensor", "seq")
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Size of each axis, outermost first."""
+        return dataclasses.asdict(self)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Which mesh axes each logical axis is cut over: one mapping for parameters and activations.
+
+    Logical axes that are not named here (head_dim, conv, width, latent, rank_out, router) are never cut.
+    """
+
+    batch: tuple[MeshAxis, ...] = ("data", "fsdp", "expert")
+    """Rows of a batch."""
+    time: tuple[MeshAxis, ...] = ("seq",)
+    """Tokens of a row."""
+    embed: tuple[MeshAxis, ...] = ("fsdp", "expert")
+    """Model width of weights (of activations it is whole)."""
+    rank: tuple[MeshAxis, ...] = ("fsdp", "expert")
+    """Inputs of the low-rank projections of MLA."""
+    gate_rank: tuple[MeshAxis, ...] = ("fsdp",)
+    """Inputs of the low-rank gates of KDA, which are as narrow as a head."""
+    heads: tuple[MeshAxis, ...] = ("tensor",)
+    mlp: tuple[MeshAxis, ...] = ("tensor",)
+    """Width of dense MLPs and shared experts."""
+    vocab: tuple[MeshAxis, ...] = ("tensor",)
+    experts: tuple[MeshAxis, ...] = ("expert",)
+    expert_latent: tuple[MeshAxis, ...] = ("fsdp",)
+    """Input width of routed experts."""
+    expert_mlp: tuple[MeshAxis, ...] = ("tensor",)
+    """Width inside a routed expert."""
+
+    def __post_init__(self):
+        _typed(self)
+        for name in (f.name for f in dataclasses.fields(self)):
+            axes = getattr(self, name)
+            _check(len(set(axes)) == len(axes), f"Rules.{name}={axes} names a mesh axis twice")
+        tokens = self.batch + self.time
+        for name in ("embed", "rank", "gate_rank", "experts", "expert_latent"):
+            axes = getattr(self, name)
+            _check(
+                set(axes) <= set(tokens),
+                f"Rules.{name}={axes} must be among the mesh axes of batch and time, {tokens}: a weight is gathered "
+                "where tokens differ",
+            )
+        for name in ("heads", "mlp", "vocab", "expert_mlp"):
+            axes = getattr(self, name)
+            _check(
+                not set(axes) & set(tokens),
+                f"Rules.{name}={axes} must not share a mesh axis with batch and time, {tokens}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A TPU slice, by the name that `kimi-jax aot --topology` takes, and the mesh that a config has for it."""
+
+    topology: str
+    mesh: Mesh
+
+    def __post_init__(self):
+        _typed(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     name: str
     """Folder of the run under `train.runs_dir`."""
@@ -382,6 +477,10 @@ class Config:
     optim: OptimConfig
     data: DataConfig
     train: TrainConfig
+    mesh: Mesh = field(default_factory=Mesh)
+    rules: Rules = field(default_factory=Rules)
+    slices: tuple[Slice, ...] = ()
+    """Meshes for named TPU slices; `kimi-jax aot` compiles for them."""
 
     def __post_init__(self):
         _typed(self)

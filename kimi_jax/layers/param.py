@@ -17,6 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kimi_jax.config import Rules
+from kimi_jax.parallel import dense
+from kimi_jax.sharding import check_divides, current_mesh, spec
 
 Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 Tree = TypeVar("Tree")
@@ -118,19 +124,70 @@ def declarations(module: nnx.Module) -> dict[str, Declaration]:
     return {name: variable.get_metadata()["declared"] for name, variable in named_params(module).items()}
 
 
-def materialise(module: Tree, seed: int) -> Tree:
-    """Fills declared shapes with initial values.
+def partitions(module: nnx.Module, rules: Rules, sizes: dict[str, int]) -> dict[str, P]:
+    """Dotted path -> how the parameter is cut over mesh axes of these sizes.
 
-    Each parameter draws from its own NumPy generator, seeded by `seed` and its path, so that values depend
-    neither on the order of parameters nor on the platform.
+    Raises:
+        ConfigError: an axis that the mesh does not divide, or two axes of one parameter on one mesh axis.
+    """
+    result = {}
+    for name, variable in named_params(module).items():
+        declared: Declaration = variable.get_metadata()["declared"]
+        shape = variable.get_value().shape
+        stack = len(shape) - len(declared.axes)
+        partition = spec(rules, declared.axes, sizes)
+        check_divides(name, declared.axes, shape[stack:], partition, sizes)
+        result[name] = P(*[None] * stack, *partition)
+    return result
+
+
+def place(module: Tree, rules: Rules) -> Tree:
+    """The module's shapes with their shardings on the current mesh; the module itself without one."""
+    mesh = current_mesh()
+    if mesh is None:
+        return module
+    cut = partitions(module, rules, dict(mesh.shape))  # type: ignore[arg-type]
+    shapes = arrays(module)  # type: ignore[arg-type]
+    return with_arrays(
+        module,
+        {
+            name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=NamedSharding(mesh, cut[name]))  # type: ignore[arg-type]
+            for name in shapes
+        },
+    )
+
+
+def materialise(module: Tree, seed: int) -> Tree:
+    """Fills declared shapes with initial values, each process what its devices hold.
+
+    Each layer's parameter (each expert's, too) draws from its own NumPy generator, seeded by `seed`, the path and
+    the layer, so that values depend neither on the order of parameters, nor on the mesh, nor on the platform.
     """
     values = {}
     for name, variable in named_params(module).items():  # type: ignore[arg-type]
-        declared: Declaration = variable.get_metadata()["declared"]
-        spec = variable.get_value()
-        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        values[name] = jnp.asarray(declared.init(rng, spec.shape), spec.dtype)
+        values[name] = _filled(name, variable.get_metadata()["declared"], variable.get_value(), seed)
     return with_arrays(module, values)
+
+
+def _filled(name: str, declared: Declaration, like: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    shape, sharding = like.shape, like.sharding
+    lead = len(shape) - len(declared.axes) + (declared.axes[0] == "experts")  # axes of blocks with their own numbers
+    whole = (slice(None),) * len(shape)
+    held = {None: whole} if sharding is None else sharding.addressable_devices_indices_map(shape)
+    bounds = {d: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)) for d, index in held.items()}
+    parts = {b: np.empty([stop - start for start, stop in b], like.dtype) for b in set(bounds.values())}
+    for block in np.ndindex(*shape[:lead]):
+        takers = [b for b in parts if all(lo <= i < hi for i, (lo, hi) in zip(block, b[:lead], strict=True))]
+        if takers:
+            rng = np.random.default_rng([seed, zlib.crc32(name.encode()), *block])
+            drawn = declared.init(rng, shape[lead:])
+            for b in takers:
+                here = tuple(i - lo for i, (lo, _) in zip(block, b[:lead], strict=True))
+                parts[b][here] = drawn[tuple(slice(*ends) for ends in b[lead:])]
+    if sharding is None:
+        return jnp.asarray(parts[bounds[None]])
+    on_devices = [jax.device_put(parts[b], device) for device, b in bounds.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, on_devices)
 
 
 def count(module: nnx.Module) -> int:
@@ -165,9 +222,9 @@ def inverse_softplus_dt(rng: np.random.Generator, shape: tuple[int, ...]) -> np.
     return dt + np.log(-np.expm1(-dt))
 
 
-def einsum(spec: str, x: jax.Array, weight: nnx.Param) -> jax.Array:
-    """x times a weight, computed and returned in x's dtype."""
-    return jnp.einsum(spec, x, weight.get_value().astype(x.dtype))
+def einsum(equation: str, x: jax.Array, weight: nnx.Param, **options) -> jax.Array:
+    """x times a weight, on any mesh; see `parallel.dense.einsum`."""
+    return dense.einsum(equation, x, weight.get_value(), **options)
 
 
 def exact_dtype(dtype: jnp.dtype) -> jnp.dtype:

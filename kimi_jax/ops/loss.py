@@ -24,18 +24,23 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> 
     return jnp.sum(weights * nll), jnp.sum(weights)
 
 
-def _nll(logits, targets, weights):
+def _nll(logits, targets, weights, vocab_axes=()):
     """-> nll [...], weights [...], log-probabilities' normaliser [..., 1], all in at least float32."""
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     weights = weights.astype(wide)
     logits = jnp.where((weights != 0)[..., None], logits.astype(wide), 0)
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = jnp.sum(jnp.where(_one_hot(targets, logits), logits, 0), axis=-1)
+    chosen = jnp.sum(jnp.where(_one_hot(targets, logits, vocab_axes), logits, 0), axis=-1)
+    if vocab_axes:
+        top = jax.lax.pmax(total, vocab_axes)
+        total = top + jnp.log(jax.lax.psum(jnp.exp(total - top), vocab_axes))
+        chosen = jax.lax.psum(chosen, vocab_axes)
     return total[..., 0] - chosen, weights, total
 
 
-def _one_hot(targets, logits):
-    return targets[..., None] == jnp.arange(logits.shape[-1])
+def _one_hot(targets, logits, vocab_axes=()):
+    first = jax.lax.axis_index(vocab_axes) * logits.shape[-1] if vocab_axes else 0
+    return targets[..., None] == first + jnp.arange(logits.shape[-1])
 
 
 def linear_cross_entropy(
@@ -45,6 +50,7 @@ def linear_cross_entropy(
     weights: jax.Array,
     *,
     chunk_size: int = 1024,
+    vocab_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """`cross_entropy` of logits = x head, without ever holding the logits of more than `chunk_size` tokens.
 
@@ -58,6 +64,7 @@ def linear_cross_entropy(
       targets: [...] int token ids; any value where the weight is 0.
       weights: [...] weight of each token, 0 for padding: what x holds there, NaN included, has no effect.
       chunk_size: tokens at a time; need not divide their number.
+      vocab_axes: inside shard_map, the mesh axes that the vocabulary is split over; `head` is this device's part.
 
     Returns:
       (sum of weight * nll in nats, sum of weights), scalars in at least float32.
@@ -70,17 +77,18 @@ def linear_cross_entropy(
     fill = -n % chunk
     x = jnp.pad(x, ((0, fill), (0, 0))).reshape(-1, chunk, x.shape[-1])
     targets = jnp.pad(targets.reshape(-1), (0, fill)).reshape(-1, chunk)
-    return _summed(x, head, targets, jnp.pad(weights, (0, fill)).reshape(-1, chunk)), jnp.sum(weights)
+    padded = jnp.pad(weights, (0, fill)).reshape(-1, chunk)
+    return _summed(x, head, targets, padded, vocab_axes), jnp.sum(weights)
 
 
-@jax.custom_vjp
-def _summed(x, head, targets, weights):
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _summed(x, head, targets, weights, vocab_axes):
     """x [chunks, c, d], head [d, vocab], targets and weights [chunks, c] -> sum of weight * nll."""
-    return _chunks(x, head, targets, weights, gradients=False)[0]
+    return _chunks(x, head, targets, weights, vocab_axes, gradients=False)[0]
 
 
-@partial(jax.jit, static_argnames=("gradients",))
-def _chunks(x, head, targets, weights, *, gradients):
+@partial(jax.jit, static_argnames=("vocab_axes", "gradients"))
+def _chunks(x, head, targets, weights, vocab_axes, *, gradients):
     wide = weights.dtype
     head = head.astype(x.dtype)
 
@@ -88,27 +96,30 @@ def _chunks(x, head, targets, weights, *, gradients):
         loss, d_head = carry
         x, targets, weights = chunk
         logits = jnp.dot(x, head, preferred_element_type=wide)
-        nll, _, total = _nll(logits, targets, weights)
+        nll, _, total = _nll(logits, targets, weights, vocab_axes)
         loss += jnp.sum(weights * nll)
         if not gradients:
             return (loss, d_head), None
         probs = jnp.exp(logits - total)
-        d_logits = weights[:, None] * jnp.where(_one_hot(targets, logits), probs - 1, probs)
+        d_logits = weights[:, None] * jnp.where(_one_hot(targets, logits, vocab_axes), probs - 1, probs)
         d_head += jnp.dot(x.astype(wide).T, d_logits)
-        return (loss, d_head), (jnp.dot(d_logits, head.astype(wide).T), nll)
+        d_x = jnp.dot(d_logits, head.astype(wide).T)
+        return (loss, d_head), (jax.lax.psum(d_x, vocab_axes) if vocab_axes else d_x, nll)
 
-    d_head = jnp.zeros(head.shape, wide) if gradients else None
-    (loss, d_head), outputs = jax.lax.scan(step, (jnp.zeros((), wide), d_head), (x, targets, weights))
+    # Zeros made of the inputs, so that inside shard_map they vary over devices as what is added to them does.
+    d_head = jnp.zeros_like(head, wide) if gradients else None
+    (loss, d_head), outputs = jax.lax.scan(step, (jnp.sum(weights[:0]), d_head), (x, targets, weights))
     return loss, d_head, outputs
 
 
-def _summed_fwd(x, head, targets, weights):
-    loss, d_head, (d_x, nll) = _chunks(x, head, targets, weights, gradients=True)
+def _summed_fwd(x, head, targets, weights, vocab_axes):
+    loss, d_head, (d_x, nll) = _chunks(x, head, targets, weights, vocab_axes, gradients=True)
     # One scalar is still missing, so they are kept wide; the empty arrays carry the dtypes of x and head.
     return loss, (d_x, d_head, nll, jnp.zeros(0, x.dtype), jnp.zeros(0, head.dtype))
 
 
-def _summed_bwd(residuals, d_loss):
+def _summed_bwd(vocab_axes, residuals, d_loss):
+    del vocab_axes
     d_x, d_head, nll, x, head = residuals
     return (d_loss * d_x).astype(x.dtype), (d_loss * d_head).astype(head.dtype), None, d_loss * nll
 
