@@ -75,7 +75,13 @@ def decay_gate(f: jax.Array, A_log: jax.Array, dt_bias: jax.Array, *, lower_boun
 
 
 def mask_documents(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, segment_ids: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    segment_ids: jax.Array,
+    resets: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Writes document boundaries into the inputs, so that the recurrence needs no segment ids.
 
@@ -86,13 +92,16 @@ def mask_documents(
     Args:
       q, k, v, g, beta: as in `kda`.
       segment_ids: [b, t] integers; 0 is padding, a maximal run of one id >= 1 is a document.
+      resets: [b, t] bool, `segments.resets` of the whole row where these tokens are a span of it: whether a
+        span's first token begins a document depends on the token before.
 
     Returns:
       (q, k, v, g, beta), masked.
     """
+    resets = segments.resets(segment_ids) if resets is None else resets
     real = segment_ids > 0
     q, k, v, g = [jnp.where(real[:, :, None, None], x, 0) for x in (q, k, v, g)]
-    g = jnp.where(segments.resets(segment_ids)[:, :, None, None], -jnp.inf, g)
+    g = jnp.where(resets[:, :, None, None], -jnp.inf, g)
     return q, k, v, g, jnp.where(real[:, :, None], beta, 0)
 
 
@@ -163,28 +172,55 @@ def kda(
     return o.astype(out_dtype), state
 
 
+def span(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    scale: float | None = None,
+    chunk_size: int = 64,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """A span of tokens as an affine map of the state S that it starts from, in one pass over its chunks.
+
+    o_t = o0_t + reads_t^T S,    S_after = transition S + state
+
+    Spans that follow one another combine with `compose`; a device that holds one span of a long row needs no
+    more than (transition, state) from the others. Write document boundaries into the inputs first
+    (`mask_documents`, with the resets of the whole row).
+
+    Args:
+      q, k, v, g, beta, scale, chunk_size: as in `kda`.
+
+    Returns:
+      o0 [b, t, h, v], the outputs from zero, and reads [b, t, h, k], the queries carried back to the span's
+      start; transition [b, h, k, k], and the state [b, h, k, v] reached from zero. All in at least float32.
+    """
+    _check(q, k, v, g, beta, None, None, "chunked", chunk_size)
+    t, size = k.shape[1:4:2]
+    dtype = jnp.promote_types(jnp.result_type(q, k, v, g, beta), jnp.float32)
+    # The recurrence acts on each column of the state alone: run it on the columns [I | 0] with values [0 | v],
+    # and the final state is [transition | state], the outputs [reads | o0].
+    start = jnp.zeros_like(k[:, 0, :, :, None] * jnp.concatenate([k, v], -1)[:, 0, :, None, :], dtype)
+    start += jnp.eye(*start.shape[-2:], dtype=dtype)
+    o, end = _chunked(*[_split_chunks(x, chunk_size) for x in (q, k, v, g, beta)], start)
+    o = _join_chunks(o, t, chunk_size) * (size**-0.5 if scale is None else scale)
+    return o[..., size:], o[..., :size], end[..., :size], end[..., size:]
+
+
 def span_transition(
     k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *, chunk_size: int = 64
 ) -> tuple[jax.Array, jax.Array]:
-    """What a span of tokens does to any state: S_after = transition S_before + state.
-
-    Spans that follow one another combine with `compose`; a device that holds one span of a long row needs
-    no more than this from the others. Write document boundaries into the inputs first (`mask_documents` on
-    the whole row, since a boundary depends on the token before).
+    """What a span of tokens does to any state: S_after = transition S_before + state; see `span`.
 
     Args:
-      k, v, g, beta: as in `kda`.
-      chunk_size: as in `kda`.
+      k, v, g, beta, chunk_size: as in `kda`.
 
     Returns:
       transition [b, h, k, k], and the state [b, h, k, v] reached from zero.
     """
-    # The recurrence is affine in S and acts on each column alone: run it on the columns [I | 0] with
-    # values [0 | v], and the final state is [transition | state].
-    (start, values), size = _affine(k, v), k.shape[-1]
-    start = jnp.broadcast_to(start, (k.shape[0], k.shape[2], *start.shape))
-    _, end = kda(jnp.zeros_like(k), k, values, g, beta, initial_state=start, chunk_size=chunk_size)
-    return end[..., :size], end[..., size:]
+    return span(jnp.zeros_like(k), k, v, g, beta, chunk_size=chunk_size)[2:]
 
 
 def compose(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -234,21 +270,15 @@ def _chunked(q, k, v, g, beta, state):
 def _associative(q, k, v, g, beta, state):
     """All chunks at once, their (transition, state) pairs combined in a tree; arrays [n, b, c, h, ..]."""
     q, k, v, g, beta = [jnp.swapaxes(x, 2, 3).astype(state.dtype) for x in (q, k, v, g, beta)]
-    inside = _within(q, k, g, beta)
-    (start, values), size = _affine(k, v), k.shape[-1]
-    end, _ = _advance(start, q, k, values, beta, *inside)
+    inside, size = _within(q, k, g, beta), k.shape[-1]
+    start = jnp.eye(size, size + v.shape[-1], dtype=v.dtype)  # as in `span`
+    end, _ = _advance(start, q, k, v, beta, *inside)
     # A leading pair (0, initial state) makes element n of the scan the state at the start of chunk n.
     transition = jnp.concatenate([jnp.zeros_like(end[:1, ..., :size]), end[..., :size]])
     written = jnp.concatenate([state[None], end[..., size:]])
     _, states = lax.associative_scan(compose, (transition, written))
     _, o = _advance(states[:-1], q, k, v, beta, *inside)
     return jnp.swapaxes(o, 2, 3), states[-1]
-
-
-def _affine(k, v):
-    """The start [I | 0] and the values [0 | v] that trace the recurrence as an affine map of the state."""
-    start = jnp.eye(k.shape[-1], k.shape[-1] + v.shape[-1], dtype=v.dtype)
-    return start, jnp.concatenate([jnp.zeros_like(k), v], -1)
 
 
 # An inverse is no place for the fast, low-precision products that accelerators default to.
@@ -310,8 +340,10 @@ def _triangle(first, low, second):
 def _advance(S, q, k, v, beta, scores, inverse, since, until):
     """Carries a state over a chunk: (state after it, outputs); arrays [.., c, ..].
 
-    u [c, v], what each token writes at its key, solves (I + A) u = beta (v - (exp(since) k)^T S).
+    u [c, v], what each token writes at its key, solves (I + A) u = beta (v - (exp(since) k)^T S). Leading
+    columns of S beyond v's get no values.
     """
+    v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(S.shape[-1] - v.shape[-1], 0)])
     decay = jnp.exp(since)
     u = inverse @ (beta[..., None] * (v - (k * decay) @ S))
     o = (q * decay) @ S + scores @ u

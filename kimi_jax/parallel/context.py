@@ -1,0 +1,151 @@
+"""A row's tokens split over a mesh axis: what each operation that mixes tokens needs from the other devices.
+
+Per-device code for inside a `shard_map`: device i of `axis` holds the i-th of equal spans of each row. The short
+convolution needs the few inputs before its span, Kimi Delta Attention what the spans before do to a state (its
+size does not depend on the row's length), attention the latents of the whole row. With `axis` None the row is
+here whole, and the operations are the plain ones.
+
+`documents` are the document numbers of the whole row (`segments.document_ids`), the same on each device of `axis`:
+a span's own say neither whether its first token continues the document before, nor which document is the row's
+first. None: each row is one document.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kimi_jax.ops import conv, segments
+from kimi_jax.ops import kda as kda_op
+
+
+def local_span(x: jax.Array, t: int, axis: str | None) -> jax.Array:
+    """This device's t places of x [b, T, ..], a whole row's."""
+    _check_row(x, t, axis)
+    return x if axis is None else lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * t, t, axis=1)
+
+
+def short_conv(x: jax.Array, weight: jax.Array, *, documents: jax.Array | None, axis: str | None) -> jax.Array:
+    """`conv.short_conv` over a row split over `axis`: y_t = silu(sum_j weight[w-1-j] x_{t-j}).
+
+    The w - 1 inputs before the span come from the device before, or from several where spans are shorter.
+
+    Args:
+      x: [b, t, *channels], this device's span.
+      weight: [*channels, w]; the last tap multiplies the current token.
+      documents: [b, T] numbers of the whole row, or None.
+      axis: the mesh axis of the spans, or None.
+
+    Returns:
+      y: [b, t, *channels] in x.dtype, 0 at padding.
+
+    Raises:
+      ValueError: documents that are not of as many tokens as all spans together.
+    """
+    t, before = x.shape[1], weight.shape[-1] - 1
+    here = None if documents is None else local_span(documents, t, axis)
+    if axis is None or before == 0:
+        return conv.short_conv(x, weight, segment_ids=here)[0]
+    shards = lax.axis_size(axis)
+    tail, missing, back = [], before, 0
+    while missing > 0:
+        back, size = back + 1, min(missing, t)
+        # A device with none that far back receives zeros, as before the row.
+        sent = [(source, source + back) for source in range(shards - back)]
+        tail.insert(0, lax.ppermute(x[:, t - size :], axis, sent))
+        missing -= size
+    tail = jnp.concatenate(tail, axis=1)
+    if documents is not None:
+        # Only inputs of the span's first document count, and none if the span begins with padding.
+        padded = jnp.pad(documents, ((0, 0), (before, 0)))
+        around = lax.dynamic_slice_in_dim(padded, lax.axis_index(axis) * t, before + 1, axis=1)
+        own = (around[:, :-1] == around[:, -1:]) & (around[:, -1:] > 0)
+        tail = jnp.where(own.reshape(*own.shape, *[1] * (x.ndim - 2)), tail, 0)
+    return conv.short_conv(x, weight, segment_ids=here, tail=tail)[0]
+
+
+def kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    documents: jax.Array | None,
+    axis: str | None,
+    scale: float | None = None,
+    chunk_size: int = 64,
+) -> tuple[jax.Array, jax.Array]:
+    """`ops.kda.kda` in chunks over a row split over `axis`, its state zero before the row.
+
+    Each span is an affine map of the state, S_after = A_i S + B_i, o = o0 + reads^T S. Devices exchange (A_i, B_i),
+    whatever the length, and compose those before theirs into the state that their span starts from.
+
+    Args:
+      q, k: [b, t, h, k], L2-normalised over the last axis; this device's span, as the following.
+      v: [b, t, h, v].
+      g: [b, t, h, k] log decay <= 0; -inf forgets the state.
+      beta: [b, t, h].
+      documents: [b, T] numbers of the whole row, or None.
+      axis: the mesh axis of the spans, or None.
+      scale: factor on q; None for k ** -0.5.
+      chunk_size: tokens a chunk.
+
+    Returns:
+      o [b, t, h, v] in v's dtype, and the state [b, h, k, v] after the row, the same on each device of `axis`.
+
+    Raises:
+      ValueError: as `ops.kda.kda`, or documents that are not of as many tokens as all spans together.
+
+    Source: Kimi Linear (arXiv 2510.26692), section 3, whose chunk recurrence this carries on over devices.
+    """
+    t, size = k.shape[1], k.shape[-1]
+    if documents is not None:
+        resets = local_span(segments.resets(documents), t, axis)
+        q, k, v, g, beta = kda_op.mask_documents(q, k, v, g, beta, local_span(documents, t, axis), resets)
+    if axis is None:
+        return kda_op.kda(q, k, v, g, beta, scale=scale, chunk_size=chunk_size)
+    o, reads, transition, written = kda_op.span(q, k, v, g, beta, scale=scale, chunk_size=chunk_size)
+    spans = lax.all_gather(jnp.concatenate([transition, written], axis=-1), axis)  # [shards, b, h, k, k + v]
+    here, shards = lax.axis_index(axis), lax.axis_size(axis)
+    state = jnp.zeros_like(written)
+    for shard in range(shards - 1):
+        after = spans[shard, ..., :size] @ state + spans[shard, ..., size:]
+        state = jnp.where(shard < here, after, state)
+    o += jnp.einsum("bthk,bhkv->bthv", reads, state)
+    after = jnp.where(here == shards - 1, transition @ state + written, 0)
+    return o.astype(v.dtype), lax.psum(after, axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather_latents(latent: jax.Array, axis: str | None) -> jax.Array:
+    """[b, t, r] of each device -> [b, T, r] of the whole row, on each device.
+
+    What attention needs of other devices' tokens: a few hundred numbers each, from which every head's keys and
+    values are made here. Gradients are summed over devices in at least float32.
+    """
+    return latent if axis is None else lax.all_gather(latent, axis, axis=1, tiled=True)
+
+
+def _gather_forward(latent, axis):
+    return gather_latents(latent, axis), None
+
+
+def _gather_backward(axis, _, d_row):
+    if axis is None:
+        return (d_row,)
+    wide = d_row.astype(jnp.promote_types(d_row.dtype, jnp.float32))
+    return (lax.psum_scatter(wide, axis, scatter_dimension=1, tiled=True).astype(d_row.dtype),)
+
+
+gather_latents.defvjp(_gather_forward, _gather_backward)
+
+
+def _check_row(x, t, axis):
+    shards = 1 if axis is None else lax.axis_size(axis)
+    if x.shape[1] != shards * t:
+        raise ValueError(
+            f"documents {list(x.shape)} are of {x.shape[1]} tokens, but {shards} spans of {t} make {shards * t}; "
+            "give those of the whole row on each device"
+        )
