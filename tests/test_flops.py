@@ -1,0 +1,181 @@
+"""Formulas of operations against counts by hand, against the products in the traced program, and known sizes."""
+
+import math
+from dataclasses import replace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kimi_jax import flops
+from kimi_jax import inspect as inspection
+from kimi_jax.cache import init_cache
+from kimi_jax.config import KDAConfig, load_config
+from kimi_jax.layers.param import Muon, arrays, declarations, with_arrays
+from kimi_jax.model import Kimi
+from kimi_jax.ops.loss import linear_cross_entropy
+from kimi_jax.optim.muon import newton_schulz
+from tests.tiny import MODEL
+
+K3, KIMI_LINEAR = load_config("k3").model, load_config("kimi_linear_48b").model
+PLAIN = replace(  # Kimi Linear's parts: low-rank gate, no low-rank queries, no latent, no attention residuals
+    MODEL,
+    kda=KDAConfig(num_heads=2, head_dim=8, chunk_size=6),
+    mla=replace(MODEL.mla, q_lora_rank=None, output_gate=False),
+    moe=replace(MODEL.moe, latent_size=None, latent_norm=False),
+    attn_res_block_size=None,
+    situ_beta=None,
+    situ_linear_beta=None,
+)
+NOT_PRODUCTS = ("KDA convolution", "attention residuals")
+"""Counted, but written as sums of products of vectors."""
+
+
+def products(jaxpr) -> int:
+    """FLOPs of all matrix products of a traced program, loops counted."""
+    total = 0
+    for each in jaxpr.eqns:
+        name, shapes = each.primitive.name, [v.aval.shape for v in each.invars if hasattr(v.aval, "shape")]
+        if name == "dot_general":
+            contracted = math.prod(shapes[0][axis] for axis in each.params["dimension_numbers"][0][0])
+            total += 2 * contracted * math.prod(each.outvars[0].aval.shape)
+        elif name.startswith("ragged_dot"):
+            rows = [shape for shape in shapes[:2] if len(shape) == 2]
+            # Every row meets one expert: its width times the expert's other one.
+            wide = shapes[1][1:] if len(rows) == 1 else (rows[0][1], rows[1][1])
+            total += 2 * rows[0][0] * math.prod(wide)
+        else:
+            times = each.params["length"] if name == "scan" else 1
+            assert name != "while" or not products(each.params["body_jaxpr"].jaxpr)
+            total += times * sum(products(inner) for inner in jax.core.jaxprs_in_params(each.params))
+    return total
+
+
+def traced(f, *args) -> int:
+    with mock.patch.object(jax, "default_backend", lambda: "tpu"):  # experts without padding to blocks
+        return products(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+def counted(parts, *, one_token: bool = False) -> int:
+    """The formulas' part in matrix products; token by token KDA writes its state with an outer product, a third."""
+    outer = parts["KDA recurrence"].run // 3 if one_token else 0
+    return sum(work.run for name, work in parts.items() if name not in NOT_PRODUCTS) - outer
+
+
+def tokens(rows, length):
+    return jax.ShapeDtypeStruct((rows, length), jnp.int32)
+
+
+@pytest.mark.parametrize("model", [MODEL, PLAIN], ids=["k3", "kimi_linear"])
+@pytest.mark.parametrize("length", [1, 5, 32, 300])
+def test_forward_is_what_the_program_multiplies(model, length):
+    found = traced(lambda module, t: module(t), Kimi(model), tokens(3, length))
+    assert found == counted(flops.forward(model, 3, length), one_token=length == 1)
+
+
+@pytest.mark.parametrize("model", [MODEL, PLAIN], ids=["k3", "kimi_linear"])
+def test_prefill_and_decode_are_what_the_program_multiplies(model):
+    cache = jax.eval_shape(lambda: init_cache(model, 3, 320))
+
+    def last(module, cache, t):
+        x, _ = module.hidden(t, cache=cache)
+        return module.logits(x[:, -1])
+
+    for length in (4, 250):
+        found = traced(last, Kimi(model), cache, tokens(3, length))
+        assert found == counted(flops.prefill(model, 3, length, capacity=320)), length
+    found = traced(last, Kimi(model), cache, tokens(3, 1))
+    assert found == counted(flops.decode(model, 3, 200, capacity=320), one_token=True)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_train_is_what_the_program_multiplies(remat):
+    """To a few parts in a hundred above: of what is computed again, a layer's last product is not needed."""
+    length = 256
+    model = replace(MODEL, remat=remat)
+    config = replace(
+        load_config("k3_tiny"), model=model, data=replace(load_config("k3_tiny").data, sequence_length=length)
+    )
+    template = Kimi(model)
+
+    def loss(params, t):
+        module = with_arrays(template, params)
+        x, _ = module.hidden(t)
+        return linear_cross_entropy(x, module.head.get_value(), t, jnp.ones(t.shape))[0]
+
+    found = traced(jax.grad(loss), arrays(template), tokens(config.data.batch_size, length))
+    parts = flops.train(config)
+    del parts["Newton-Schulz"]
+    assert 0.9 < found / counted(parts) <= 1, (found, counted(parts))
+
+
+def test_newton_schulz_is_what_the_program_multiplies():
+    module, found = Kimi(MODEL), 0
+    for name, value in arrays(module).items():
+        rule = declarations(module)[name].rule
+        if isinstance(rule, Muon):
+            rows, cols = (math.prod(value.shape[axis] for axis in axes) for axes in (rule.rows, rule.cols))
+            blocks = jax.ShapeDtypeStruct((math.prod(value.shape) // (rows * cols), rows, cols), jnp.float32)
+            found += traced(newton_schulz, blocks)
+    assert found == flops.newton_schulz(MODEL)
+
+
+def test_one_kda_head_by_hand():
+    """A chunk of 4 with k = v = 2: products of [2, 2] x [2, 1] twice and of [4, 2] x [2, 2] once for the scores, the
+    inverse from 2 x 2 products of 1 x 1 and two of 2 x 2, three of [4, 2] x [2, 2] with the state, two of
+    [4, 4] x [4, 2]."""
+    scores = 2 * (2 * 2 * 2 * 1) + 2 * 4 * 2 * 2
+    inverse = 2 * 2 * 2 + 2 * 2 * 2**3
+    state, values = 3 * 2 * 4 * 2 * 2, 2 * 2 * 4 * 4 * 2
+    assert flops.chunked_recurrence(4, 4, 2, 2) == scores + inverse + state + values
+    assert flops.chunked_recurrence(9, 4, 2, 2) == 3 * flops.chunked_recurrence(4, 4, 2, 2)  # filled up to chunks
+    assert flops.chunked_recurrence(8, 3, 2, 2) == 3 * flops.chunked_recurrence(4, 4, 2, 2)  # and those to powers of 2
+
+
+def test_one_product_is_the_compilers_count():
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 5), (5, 7)))
+    compiled = jax.jit(jnp.dot).lower(a, b).compile().cost_analysis()["flops"]
+    assert compiled == 2 * 3 * 5 * 7 == products(jax.make_jaxpr(jnp.dot)(a, b).jaxpr)
+
+
+@pytest.mark.parametrize("model", [K3, KIMI_LINEAR], ids=["k3", "kimi_linear"])
+def test_two_a_token_for_every_active_weight(model):
+    """What does not depend on length is twice the active weights that multiply something."""
+    parts = flops.forward(model, 1, 1)
+    linear = sum(work.model for name, work in parts.items() if name not in ("KDA recurrence", "MLA attention"))
+    linear -= parts["attention residuals"].model if "attention residuals" in parts else 0
+    vectors = sum(
+        part.count
+        for part in inspection.components(model)
+        if "norm" in part.name or part.name.rsplit(".", 1)[-1] in ("A_log", "dt_bias", "router_bias", "query", "weight")
+    )
+    assert linear == 2 * (inspection.counts(model).active - vectors)
+
+
+def test_k3_sizes():
+    """104.19 B active parameters: 208.4 GFLOP a token; MLA's scores and values over 4,096.5 keys on average: 6.0."""
+    parts = flops.forward(K3, 1, 8192)
+    a_token = {name: work.model / 8192 / 1e9 for name, work in parts.items()}
+    attention = 24 * 96 * 2 * (128 + 64 + 128) * 4096.5 / 1e9
+    assert a_token["MLA attention"] == pytest.approx(attention)
+    assert a_token["routed experts"] == pytest.approx(92 * 16 * 3 * 3584 * 3072 * 2 / 1e9)
+    assert a_token["KDA recurrence"] == pytest.approx(69 * 96 * 6 * 128**2 / 1e9)
+    assert sum(a_token.values()) == pytest.approx(208.38 + attention + a_token["KDA recurrence"], abs=0.05)
+    assert flops.total(parts).run > flops.total(parts).model
+
+
+def test_decode_reads_latents_and_depends_on_length_by_attention_alone():
+    short, long = (flops.decode(K3, 1, length) for length in (1, 1000))
+    assert {name for name in short if short[name] != long[name]} == {"MLA attention"}
+    assert long["MLA attention"].model == 1000 * short["MLA attention"].model == 1000 * 24 * 96 * 2 * (2 * 512 + 64)
+
+
+def test_mfu_example():
+    """A K3 step of 4 M tokens at 8k in 30 s on 512 v5p chips of 459 TFLOP/s: 37.5 % MFU."""
+    config = load_config("k3")
+    config = replace(config, data=replace(config.data, batch_size=512))
+    work = flops.total(flops.train(config))
+    assert work.model == 3 * flops.total(flops.forward(config.model, 512, 8192)).model
+    assert work.model / (30 * 512 * 459e12) == pytest.approx(0.384, abs=0.005)
+    assert 1.3 < work.run / work.model < 1.6  # layers computed again, masked keys, Newton-Schulz
