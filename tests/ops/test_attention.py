@@ -21,8 +21,8 @@ def arrays(b=2, t=11, s=11, h=4, g=4, k=6, v=5, seed=0):
     return [rng.normal(size=shape) for shape in ((b, t, h, k), (b, s, g, k), (b, s, g, v))]
 
 
-@partial(jax.jit, static_argnames=("block_size",))
-def with_gradients(q, k, v, d_o, q_documents, kv_documents, q_start, *, block_size=512):
+@partial(jax.jit, static_argnames=("blocks",))
+def with_gradients(q, k, v, d_o, q_documents, kv_documents, q_start, *, blocks=(512, 512)):
     def run(q, k, v):
         return attention(
             q,
@@ -32,20 +32,21 @@ def with_gradients(q, k, v, d_o, q_documents, kv_documents, q_start, *, block_si
             q_documents=q_documents,
             kv_documents=kv_documents,
             q_start=q_start,
-            block_size=block_size,
+            query_block=blocks[0],
+            key_block=blocks[1],
         )
 
     (o, top), pull = jax.vjp(run, q, k, v)
     return o, top, pull((d_o, jnp.ones_like(top)))  # max_logits must carry no gradient
 
 
-def run_wide(arrays, documents=(None, None), q_start=0, block_size=512):
+def run_wide(arrays, documents=(None, None), q_start=0, blocks=(512, 512)):
     q, _, v = arrays
     d_o = np.random.default_rng(5).normal(size=(*q.shape[:3], v.shape[-1]))
     with jax.enable_x64(True):
         given = [jnp.asarray(a) for a in (*arrays, d_o)]
         given += [None if a is None else jnp.asarray(a) for a in documents]
-        return jax.tree.map(np.asarray, with_gradients(*given, q_start, block_size=block_size)), d_o
+        return jax.tree.map(np.asarray, with_gradients(*given, q_start, blocks=blocks)), d_o
 
 
 def oracle(arrays, documents):
@@ -55,11 +56,11 @@ def oracle(arrays, documents):
 
 @pytest.mark.parametrize("g", [4, 2, 1])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("block_size", [512, 4])
-def test_forward_and_gradients(g, packed, block_size):
+@pytest.mark.parametrize("blocks", [(512, 512), (4, 512), (512, 4), (4, 3)])
+def test_forward_and_gradients(g, packed, blocks):
     given = arrays(g=g)
     documents = (DOCUMENTS, DOCUMENTS) if packed else (None, None)
-    (o, top, gradients), d_o = run_wide(given, documents, block_size=block_size)
+    (o, top, gradients), d_o = run_wide(given, documents, blocks=blocks)
     expected, expected_top = oracle(given, documents)
     np.testing.assert_allclose(o, expected, atol=1e-12)
     np.testing.assert_allclose(top, expected_top, atol=1e-12)
@@ -73,11 +74,11 @@ def test_forward_and_gradients(g, packed, block_size):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_block_size_changes_nothing(packed):
+def test_block_sizes_change_nothing(packed):
     documents = (DOCUMENTS, DOCUMENTS) if packed else (None, None)
     (o, top, gradients), _ = run_wide(arrays(), documents)
-    for block_size in (1, 4, 10):
-        other, _ = run_wide(arrays(), documents, block_size=block_size)
+    for blocks in ((1, 1), (4, 11), (10, 4), (3, 7)):
+        other, _ = run_wide(arrays(), documents, blocks=blocks)
         np.testing.assert_allclose(other[0], o, atol=1e-13)
         np.testing.assert_allclose(other[1], top, rtol=1e-14)
         for ours, theirs in zip(other[2], gradients, strict=True):
@@ -85,9 +86,9 @@ def test_block_size_changes_nothing(packed):
 
 
 def test_poisoned_padding_reaches_nothing():
-    clean, _ = run_wide(arrays(), (DOCUMENTS, DOCUMENTS), block_size=4)
+    clean, _ = run_wide(arrays(), (DOCUMENTS, DOCUMENTS), blocks=(4, 3))
     poisoned = [np.where(DOCUMENTS[..., None, None] > 0, a, np.nan) for a in arrays()]
-    other, _ = run_wide(poisoned, (DOCUMENTS, DOCUMENTS), block_size=4)
+    other, _ = run_wide(poisoned, (DOCUMENTS, DOCUMENTS), blocks=(4, 3))
     jax.tree.map(np.testing.assert_array_equal, other, clean)
     assert not np.any(other[0][DOCUMENTS == 0])
     assert not any(np.any(gradient[DOCUMENTS == 0]) for gradient in other[2])
@@ -114,7 +115,7 @@ def test_causality_by_gradient():
     q, k, v = (jnp.asarray(a, jnp.float32) for a in arrays(b=1, h=2, g=1))
 
     def output(k, v):
-        return attention(q, k, v, scale=0.7, block_size=4)[0].sum(axis=(0, 2, 3))  # [t]
+        return attention(q, k, v, scale=0.7, query_block=4, key_block=3)[0].sum(axis=(0, 2, 3))  # [t]
 
     for jacobian in jax.jit(jax.jacobian(output, argnums=(0, 1)))(k, v):  # [t, b, s, g, .]
         reach = np.abs(jacobian).sum(axis=(1, 3, 4))
@@ -129,7 +130,7 @@ def test_nothing_to_see_and_extreme_scores():
     assert not np.any(o)
     assert np.all(top == -np.inf)
     assert all(not np.any(gradient) for gradient in gradients)
-    o, top, gradients = with_gradients(1e4 * q, 1e3 * k, v, jnp.ones_like(v), None, None, 0, block_size=4)
+    o, top, gradients = with_gradients(1e4 * q, 1e3 * k, v, jnp.ones_like(v), None, None, 0, blocks=(4, 3))
     assert np.isfinite(o).all() and np.isfinite(top).all()
     assert all(np.isfinite(gradient).all() for gradient in gradients)
     o, top, _ = with_gradients(-jnp.abs(q), jnp.abs(k), v, jnp.ones_like(v), None, None, 0)
@@ -150,7 +151,7 @@ def test_long_rows_do_not_hold_all_scores():
     shape = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.float32)
 
     def loss(q, k, v):
-        return jnp.sum(attention(q, k, v, scale=0.25, block_size=256)[0] ** 2)
+        return jnp.sum(attention(q, k, v, scale=0.25, query_block=256)[0] ** 2)
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape).compile()
     memory = compiled.memory_analysis()
