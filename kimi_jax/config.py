@@ -53,7 +53,8 @@ def _typed(config: object) -> None:
     hints = typing.get_type_hints(type(config))
     for name, hint in hints.items():
         value = getattr(config, name)
-        allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+        allowed = typing.get_args(hint) if union else (hint,)
         _check(
             any(_fits(value, kind) for kind in allowed),
             f"{type(config).__name__}.{name}={value!r} must be {' or '.join(map(_kind_name, allowed))}",
@@ -442,6 +443,9 @@ class Rules:
         for name in (f.name for f in dataclasses.fields(self)):
             axes = getattr(self, name)
             _check(len(set(axes)) == len(axes), f"Rules.{name}={axes} names a mesh axis twice")
+        for name in ("time", "experts"):
+            axes = getattr(self, name)
+            _check(len(axes) <= 1, f"Rules.{name}={axes} may name one mesh axis")
         tokens = self.batch + self.time
         for name in ("embed", "rank", "gate_rank", "experts", "expert_latent"):
             axes = getattr(self, name)

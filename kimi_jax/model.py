@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from kimi_jax.cache import Cache, advance
-from kimi_jax.config import ModelConfig
+from kimi_jax.config import ModelConfig, Rules
 from kimi_jax.layers.block import AttnResidual, Layer, RMSNorm
 from kimi_jax.layers.mla import Slots
-from kimi_jax.layers.param import AdamW, declarations, materialise, normal, param
+from kimi_jax.layers.param import AdamW, declarations, einsum, materialise, normal, param, place
 from kimi_jax.layout import Segment, segments, starts_block
 from kimi_jax.ops.segments import document_ids
+from kimi_jax.parallel import dense
+from kimi_jax.sharding import relay, spec_of
 
 ALWAYS = ("max_logits", "load", "histogram")
 """What every call reports; the rest of a layer's intermediates by request."""
@@ -94,8 +97,12 @@ class Kimi(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states `[.., d]` as `hidden` gives them -> logits `[.., vocab]`, at least f32."""
-        exact = jnp.promote_types(x.dtype, jnp.float32)
-        return jnp.einsum("...d,dv->...v", x, self.head.get_value().astype(x.dtype), preferred_element_type=exact)
+        letters, exact = "bt"[: x.ndim - 1], jnp.promote_types(x.dtype, jnp.float32)
+        return einsum(f"{letters}d,dv->{letters}v", x, self.head, preferred_element_type=exact)
+
+    def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Hidden states `[b, t, d]` -> (summed weight * nll of the targets `[b, t]`, summed weights)."""
+        return dense.cross_entropy(x, self.head.get_value(), targets, weights)
 
     def hidden(
         self,
@@ -108,15 +115,20 @@ class Kimi(nnx.Module):
         """`forward` without the head: normalised hidden states `[b, t, d]` in the compute dtype."""
         config = self.config
         _check_inputs(tokens, segment_ids, cache, collect)
-        documents = None if segment_ids is None else document_ids(segment_ids)
+        rows, time = spec_of(tokens)
+        if cache is not None and time is not None:
+            raise ValueError(f"a cache holds whole rows, but tokens are cut over mesh axis {time!r}; set mesh.seq=1")
+        if segment_ids is None and time is not None:
+            segment_ids = jnp.ones_like(tokens)
+        # Where documents begin is told by the whole row; the numbers are few.
+        documents = None if segment_ids is None else document_ids(relay(segment_ids, P(rows, None)))
         slots = None
         if cache is not None:
             numbered = jnp.ones(tokens.shape, jnp.int32) if documents is None else documents
             held = jax.lax.dynamic_update_slice_in_dim(cache.visible.astype(jnp.int32), numbered, cache.length, 1)
             slots = Slots(numbered, held, cache.length)
 
-        # Cast after the look-up: the gradient of a frequent token is a long sum, which bf16 would not hold.
-        h = jnp.take(self.embed.get_value(), tokens, axis=0).astype(config.dtype)
+        h = dense.lookup(self.embed.get_value(), tokens, jnp.dtype(config.dtype))
         if cache is not None:  # tokens past the capacity would overwrite others: better no answer than a wrong one
             h = jnp.where(cache.length + tokens.shape[1] <= cache.capacity, h, jnp.nan)
         bank = None
@@ -147,9 +159,9 @@ class Kimi(nnx.Module):
         return self.norm(h), out
 
 
-def init(config: ModelConfig, seed: int = 0) -> Kimi:
-    """A model with initial parameters: a function of the config and the seed alone."""
-    return materialise(Kimi(config), seed)
+def init(config: ModelConfig, seed: int = 0, rules: Rules | None = None) -> Kimi:
+    """A model with initial parameters, on the current mesh if there is one; a function of config and seed alone."""
+    return materialise(place(Kimi(config), rules or Rules()), seed)
 
 
 def bias_layers(config: ModelConfig) -> dict[str, np.ndarray]:
@@ -206,8 +218,8 @@ def _scan_segment(config, segment: Segment, stack: Stack, h, bank, documents, ca
 def _in_layer_order(parts: list[tuple[np.ndarray, jax.Array]]) -> jax.Array:
     """Joins stacked values `[repeats, run length, ..]` of several runs to `[layers, ..]`."""
     layers = np.concatenate([layers.reshape(-1) for layers, _ in parts])
-    values = jnp.concatenate([value.reshape(layers.size, *value.shape[2:]) for layers, value in parts])
-    return values[np.argsort(layers)]
+    values = jnp.concatenate([value.reshape(-1, *value.shape[2:]) for _, value in parts])
+    return values.at[np.argsort(layers)].get(out_sharding=jax.typeof(values).sharding)
 
 
 def _check_inputs(tokens, segment_ids, cache: Cache | None, collect: Sequence[str]) -> None:

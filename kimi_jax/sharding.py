@@ -61,9 +61,7 @@ def make_mesh(config: configs.Mesh, devices: Sequence[jax.Device] | None = None)
 def abstract_mesh(config: configs.Mesh) -> jax.sharding.AbstractMesh:
     """`make_mesh` without devices: for shapes and types alone."""
     axes = {name: size for name, size in config.shape.items() if size > 1}
-    return jax.sharding.AbstractMesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes)
-    )
+    return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
 
 
 def on(mesh: jax.sharding.Mesh | None) -> AbstractContextManager:
@@ -133,6 +131,13 @@ def check_divides(what: str, names: Sequence[str], shape: Sequence[int], partiti
 def axes_of(part) -> tuple[str, ...]:
     """The mesh axes in one entry of a spec."""
     return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def axis_of(part) -> str | None:
+    """The only mesh axis in one entry of a spec, None if there is none."""
+    axes = axes_of(part)
+    assert len(axes) <= 1, axes
+    return axes[0] if axes else None
 
 
 def placed(mesh, rules: Rules, names: Sequence[str]) -> NamedSharding | None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from kimi_jax.config import Config
-from kimi_jax.layers.param import arrays, declarations, exact_dtype, with_arrays
+from kimi_jax.layers.param import arrays, declarations, exact_dtype, place, with_arrays
 from kimi_jax.model import Kimi, bias_layers, clip_rows, init
-from kimi_jax.ops.loss import linear_cross_entropy
 from kimi_jax.ops.routing import balance_metrics, quantile_bias, sign_bias
 from kimi_jax.optim.build import build, update_rms
 from kimi_jax.optim.schedule import cosine_with_warmup
+from kimi_jax.sharding import current_mesh, spec_of
 
 WINDOW = 64
 """Accepted losses whose median a new loss is compared with."""
@@ -46,8 +48,25 @@ class State:
 
 
 def init_state(config: Config, optimizer: optax.GradientTransformationExtraArgs) -> State:
-    """The state before the first step: a function of the config alone."""
-    params = arrays(init(config.model, config.train.seed))
+    """The state before the first step, on the current mesh: a function of the config alone."""
+    params = arrays(init(config.model, config.train.seed, config.rules))
+    return jax.jit(partial(_first_state, config, optimizer))(params)
+
+
+def abstract_state(config: Config, optimizer: optax.GradientTransformationExtraArgs) -> State:
+    """`init_state` as shapes with their shardings on the current mesh, without allocating."""
+    params = arrays(place(Kimi(config.model), config.rules))
+    state = jax.eval_shape(partial(_first_state, config, optimizer), params)
+    mesh = current_mesh()
+    if mesh is None:
+        return state
+    # Types name an abstract mesh; what is to be allocated needs the devices.
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec_of(x))), state
+    )
+
+
+def _first_state(config: Config, optimizer: optax.GradientTransformationExtraArgs, params: dict) -> State:
     return State(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -57,16 +76,6 @@ def init_state(config: Config, optimizer: optax.GradientTransformationExtraArgs)
         skipped=jnp.zeros((), jnp.int32),
         rng=jax.random.key_data(jax.random.key(config.train.seed)),
     )
-
-
-def abstract_state(config: Config, optimizer: optax.GradientTransformationExtraArgs) -> State:
-    """`init_state` as shapes, without allocating."""
-    params = arrays(Kimi(config.model))
-    small = jax.ShapeDtypeStruct((), jnp.int32)
-    rng = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    losses = jax.ShapeDtypeStruct((WINDOW,), jnp.float32)
-    opt = jax.eval_shape(optimizer.init, params)
-    return State(small, params, opt, losses, small, small, rng)  # type: ignore[arg-type]
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
@@ -97,8 +106,7 @@ def make_step(
         def summed_loss(params):
             model = with_arrays(template, params)
             x, aux = model.hidden(batch["tokens"], batch["segment_ids"])
-            head = model.head.get_value().astype(x.dtype)
-            loss, weight = linear_cross_entropy(x, head, batch["targets"], batch["loss_weights"])
+            loss, weight = model.loss(x, batch["targets"], batch["loss_weights"])
             aux = {name: aux[name] for name in ("max_logits", "load", "histogram") if name in aux}
             return loss, {"loss": loss, "weight": weight, **aux}
 
@@ -114,8 +122,10 @@ def make_step(
         parts = config.train.accumulation
         if parts == 1:
             return micro_sums(params, batch)
-        batch = {key: value.reshape(parts, -1, *value.shape[1:]) for key, value in batch.items()}
-        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro_sums, params, _first(batch)))
+        # Each device takes its micro-batches from its own rows, so none of them moves.
+        batch = {key: jnp.moveaxis(value.reshape(-1, parts, *value.shape[1:]), 1, 0) for key, value in batch.items()}
+        shapes = jax.eval_shape(micro_sums, params, {key: value[0] for key, value in batch.items()})
+        zero = jax.tree.map(jnp.zeros_like, shapes)
         zero["max_logits"] = jnp.full_like(zero["max_logits"], -jnp.inf)
         return jax.lax.scan(lambda sums, micro: (pool(sums, micro_sums(params, micro)), None), zero, batch)[0]
 
@@ -187,8 +197,7 @@ def make_eval_step(config: Config) -> Callable[[dict[str, jax.Array], Batch], tu
     def eval_step(params, batch):
         model = with_arrays(template, params)
         x, _ = model.hidden(batch["tokens"], batch["segment_ids"])
-        head = model.head.get_value().astype(x.dtype)
-        return linear_cross_entropy(x, head, batch["targets"], batch["loss_weights"])
+        return model.loss(x, batch["targets"], batch["loss_weights"])
 
     return eval_step
 
@@ -199,7 +208,3 @@ def _where(condition, new, old):
 
 def _add(a, b):
     return jax.tree.map(jnp.add, a, b)
-
-
-def _first(batch):
-    return {key: jax.ShapeDtypeStruct(value.shape[1:], value.dtype) for key, value in batch.items()}

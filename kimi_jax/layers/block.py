@@ -22,7 +22,7 @@ class RMSNorm(nnx.Module):
     def __init__(self, config: ModelConfig, stack: tuple[int, ...] = ()):
         self.eps = config.rms_norm_eps
         dtype = jnp.dtype(config.param_dtype)
-        self.weight = param((config.hidden_size,), "embed", ones, VECTOR, stack=stack, dtype=dtype)
+        self.weight = param((config.hidden_size,), "width", ones, VECTOR, stack=stack, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.weight.get_value(), eps=self.eps)
@@ -37,8 +37,8 @@ class AttnResidual(nnx.Module):
     def __init__(self, config: ModelConfig, stack: tuple[int, ...] = ()):
         self.eps = config.rms_norm_eps
         d, dtype = config.hidden_size, jnp.dtype(config.param_dtype)
-        self.query = param((d,), "embed", zeros, VECTOR, stack=stack, dtype=dtype)
-        self.norm = param((d,), "embed", ones, VECTOR, stack=stack, dtype=dtype)
+        self.query = param((d,), "width", zeros, VECTOR, stack=stack, dtype=dtype)
+        self.norm = param((d,), "width", ones, VECTOR, stack=stack, dtype=dtype)
 
     def __call__(self, bank: jax.Array, partial: jax.Array, fresh: jax.Array | bool = False) -> jax.Array:
         query, gain = self.query.get_value(), self.norm.get_value()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -25,6 +27,8 @@ from kimi_jax.layers.param import (
 from kimi_jax.ops.conv import short_conv
 from kimi_jax.ops.kda import decay_gate, kda
 from kimi_jax.ops.norm import l2_norm, rms_norm
+from kimi_jax.parallel import context
+from kimi_jax.sharding import axis_of, per_device, spec_of
 
 PER_HEAD = Muon(rows=(-3,), cols=(-1,))
 """`[.., in, heads, out]`: one matrix a head."""
@@ -60,8 +64,8 @@ class KDA(nnx.Module):
         self.w_k = weight((d, h, k), "embed heads head_dim", PER_HEAD)
         self.w_v = weight((d, h, k), "embed heads head_dim", PER_HEAD)
         self.conv_q, self.conv_k, self.conv_v = conv(), conv(), conv()
-        self.w_f_a = weight((d, k), "embed rank", MATRIX)
-        self.w_f_b = weight((k, h, k), "rank heads head_dim", TO_HEADS)
+        self.w_f_a = weight((d, k), "embed rank_out", MATRIX)
+        self.w_f_b = weight((k, h, k), "gate_rank heads head_dim", TO_HEADS)
         self.w_beta = weight((d, h), "embed heads", MATRIX)
         # The bounded gate starts at decay exp(-5 sigmoid(dt_bias)), which needs no spread over heads.
         a_log = zeros if c.gate_lower_bound is not None else log_uniform(1, 16)
@@ -70,42 +74,56 @@ class KDA(nnx.Module):
         if c.full_rank_gate:
             self.w_g = weight((d, h, k), "embed heads head_dim", TO_HEADS)
         else:
-            self.w_g_a = weight((d, k), "embed rank", MATRIX)
-            self.w_g_b = weight((k, h, k), "rank heads head_dim", TO_HEADS)
+            self.w_g_a = weight((d, k), "embed rank_out", MATRIX)
+            self.w_g_b = weight((k, h, k), "gate_rank heads head_dim", TO_HEADS)
         self.o_norm = param((k,), "head_dim", ones, VECTOR, stack=stack, dtype=exact)
         self.w_o = weight((h, k, d), "heads head_dim embed", FROM_HEADS)
 
     def __call__(
         self, x: jax.Array, documents: jax.Array | None, cache: KDACache | None
     ) -> tuple[jax.Array, KDACache | None]:
-        """x `[b, t, d]` -> y `[b, t, d]` and, where a cache came in, the cache after these tokens."""
+        """x `[b, t, d]` -> y `[b, t, d]` and, where a cache came in, the cache after these tokens.
+
+        `documents` is that of the whole rows, also where x is cut over time.
+        """
         c = self.config.kda
-
-        def branch(w, taps, tail):
-            return short_conv(einsum("btd,dhk->bthk", x, w), taps.get_value(), segment_ids=documents, tail=tail)
-
-        q, q_tail = branch(self.w_q, self.conv_q, cache and cache.q_tail)
-        k, k_tail = branch(self.w_k, self.conv_k, cache and cache.k_tail)
-        v, v_tail = branch(self.w_v, self.conv_v, cache and cache.v_tail)
+        q, k, v = (einsum("btd,dhk->bthk", x, w) for w in (self.w_q, self.w_k, self.w_v))
         f = einsum("btr,rhk->bthk", einsum("btd,dr->btr", x, self.w_f_a), self.w_f_b)
-        g = decay_gate(f, self.A_log.get_value(), self.dt_bias.get_value(), lower_bound=c.gate_lower_bound)
-        beta = jax.nn.sigmoid(einsum("btd,dh->bth", x, self.w_beta).astype(g.dtype))
-        o, state = kda(
-            l2_norm(q),
-            l2_norm(k),
-            v,
-            g,
-            beta,
-            initial_state=cache and cache.state,
-            segment_ids=documents,
-            form="recurrent" if x.shape[1] == 1 else "chunked",
-            chunk_size=c.chunk_size,
-        )
+        beta = einsum("btd,dh->bth", x, self.w_beta)
         if c.full_rank_gate:
             gate = einsum("btd,dhv->bthv", x, self.w_g)
         else:
             gate = einsum("btr,rhv->bthv", einsum("btd,dr->btr", x, self.w_g_a), self.w_g_b)
-        o = rms_norm(o.astype(g.dtype), self.o_norm.get_value(), eps=self.config.rms_norm_eps)
-        o = (o * jax.nn.sigmoid(gate.astype(g.dtype))).astype(x.dtype)
-        y = einsum("bthv,hvd->btd", o, self.w_o)
-        return y, None if cache is None else KDACache(state, q_tail, k_tail, v_tail)
+        weights = (self.conv_q, self.conv_k, self.conv_v, self.A_log, self.dt_bias, self.o_norm)
+        args = (q, k, v, f, beta, gate, [w.get_value() for w in weights], documents, cache)
+        out = (spec_of(q), None if cache is None else jax.tree.map(spec_of, cache))
+        o, cache = per_device(partial(self._mix, axis_of(spec_of(x)[1])), out)(*args)
+        return einsum("bthv,hvd->btd", o, self.w_o), cache
+
+    def _mix(self, time_axis, q, k, v, f, beta, gate, weights, documents, cache):
+        """Convolutions, recurrence and gated norm of a device's rows, heads and tokens."""
+        c, dtype = self.config.kda, q.dtype
+        conv_q, conv_k, conv_v, A_log, dt_bias, o_norm = weights
+        g = decay_gate(f, A_log, dt_bias, lower_bound=c.gate_lower_bound)
+        beta = jax.nn.sigmoid(beta.astype(g.dtype))
+        if time_axis is not None:
+            conv = partial(context.short_conv, documents=documents, axis=time_axis)
+            q, k, v = conv(q, conv_q), conv(k, conv_k), conv(v, conv_v)
+            recurrence = partial(context.kda, documents=documents, axis=time_axis)
+            tails = ()
+        else:
+            (q, *q_tail), (k, *k_tail), (v, *v_tail) = (
+                short_conv(x, taps, segment_ids=documents, tail=tail)
+                for x, taps, tail in (
+                    (q, conv_q, cache and cache.q_tail),
+                    (k, conv_k, cache and cache.k_tail),
+                    (v, conv_v, cache and cache.v_tail),
+                )
+            )
+            tails = (*q_tail, *k_tail, *v_tail)
+            form = "recurrent" if q.shape[1] == 1 else "chunked"
+            recurrence = partial(kda, initial_state=cache and cache.state, segment_ids=documents, form=form)
+        o, state = recurrence(l2_norm(q), l2_norm(k), v, g, beta, chunk_size=c.chunk_size)
+        o = rms_norm(o.astype(g.dtype), o_norm, eps=self.config.rms_norm_eps)
+        o = (o * jax.nn.sigmoid(gate.astype(g.dtype))).astype(dtype)
+        return o, None if cache is None else KDACache(state, *tails)

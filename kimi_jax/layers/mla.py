@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from kimi_jax.cache import MLACache
 from kimi_jax.config import ModelConfig
 from kimi_jax.layers.kda import FROM_HEADS, PER_HEAD, TO_HEADS, VECTOR
 from kimi_jax.layers.mlp import MATRIX
 from kimi_jax.layers.param import QKClip, einsum, normal, ones, param
-from kimi_jax.ops.attention import attention
+from kimi_jax.ops.attention import attention, latent_attention
 from kimi_jax.ops.norm import rms_norm
+from kimi_jax.parallel import context
+from kimi_jax.parallel.dense import gather_weight
+from kimi_jax.sharding import axes_of, axis_of, mesh_axes_of, per_device, spec_of, vary
 
 LORA_NORM_EPS = 1e-6
 """The released code builds the norms of both low-rank projections with its class default, not `rms_norm_eps`."""
@@ -47,17 +52,17 @@ class MLA(nnx.Module):
             return param(shape, axes, init, rule, stack=stack, dtype=dtype, clip=clip)
 
         def norm(size):
-            return param((size,), "rank", ones, VECTOR, stack=stack, dtype=dtype)
+            return param((size,), "rank_out", ones, VECTOR, stack=stack, dtype=dtype)
 
         # gamma is shared between query and key; the key's second part belongs to no head, so the query takes all of it.
         clip_q = QKClip(((c.qk_nope_head_dim, 0.5), (c.qk_rope_head_dim, 1.0)))
         if c.q_lora_rank is None:
             self.w_q = weight((d, h, c.qk_head_dim), "embed heads head_dim", PER_HEAD, clip_q)
         else:
-            self.w_q_a = weight((d, c.q_lora_rank), "embed rank", MATRIX)
+            self.w_q_a = weight((d, c.q_lora_rank), "embed rank_out", MATRIX)
             self.q_norm = norm(c.q_lora_rank)
             self.w_q_b = weight((c.q_lora_rank, h, c.qk_head_dim), "rank heads head_dim", PER_HEAD, clip_q)
-        self.w_kv_a = weight((d, c.kv_lora_rank + c.qk_rope_head_dim), "embed rank", MATRIX)
+        self.w_kv_a = weight((d, c.kv_lora_rank + c.qk_rope_head_dim), "embed rank_out", MATRIX)
         self.kv_norm = norm(c.kv_lora_rank)
         clip_k = QKClip(((c.qk_nope_head_dim, 0.5),))
         self.w_k_b = weight((c.kv_lora_rank, h, c.qk_nope_head_dim), "rank heads head_dim", PER_HEAD, clip_k)
@@ -79,38 +84,46 @@ class MLA(nnx.Module):
         kv, k_rope = jnp.split(einsum("btd,dr->btr", x, self.w_kv_a), [c.kv_lora_rank], axis=-1)
         latent = jnp.concatenate([rms_norm(kv, self.kv_norm.get_value(), eps=LORA_NORM_EPS), k_rope], axis=-1)
 
+        spec, rank_axes = spec_of(q), axes_of(spec_of(self.w_k_b.get_value())[0])
+        out = (spec, None if cache is None else MLACache(spec_of(cache.latent)), P(spec[2]))
+        attend = partial(self._attend, axes_of(spec[0]), axis_of(spec[1]), rank_axes, mesh_axes_of(q))
+        args = (q, latent, self.w_k_b.get_value(), self.w_v_b.get_value(), documents, cache, slots)
+        o, cache, max_logits = per_device(attend, out)(*args)
+        if c.output_gate:
+            o = o * jax.nn.sigmoid(einsum("btd,dhv->bthv", x, self.w_g).astype(o.dtype))
+        return einsum("bthv,hvd->btd", o.astype(x.dtype), self.w_o), cache, max_logits
+
+    def _attend(self, batch_axes, time_axis, rank_axes, axes, q, latent, w_k_b, w_v_b, documents, cache, slots):
+        """Attention of a device's queries and heads to the latents of their whole rows."""
+        w_k_b, w_v_b = (gather_weight(w, (rank_axes, (), ()), axes, q.dtype) for w in (w_k_b, w_v_b))
         where: dict = {"q_documents": documents, "kv_documents": documents}
+        if time_axis is not None:
+            latent = context.gather_latents(latent, time_axis)
+            where["q_documents"] = context.local_span(documents, q.shape[1], time_axis)
+            where["q_start"] = q.shape[1] * jax.lax.axis_index(time_axis)
         if cache is not None:
             assert slots is not None
             new = latent.astype(cache.latent.dtype)
             latent = jax.lax.dynamic_update_slice_in_dim(cache.latent, new, slots.start, axis=1)
             cache = MLACache(latent)
             where = {"q_documents": slots.queries, "kv_documents": slots.keys, "q_start": slots.start}
-        if cache is not None and self._absorbs(x.shape[1]):
-            o, max_logits = self._absorbed(q, latent, where)
-        else:
-            o, max_logits = self._expanded(q, latent, where)
-        if c.output_gate:
-            o = o * jax.nn.sigmoid(einsum("btd,dhv->bthv", x, self.w_g).astype(o.dtype))
-        return einsum("bthv,hvd->btd", o.astype(x.dtype), self.w_o), cache, max_logits
+        form = self._absorbed if cache is not None and self._absorbs(q.shape[1]) else self._expanded
+        o, max_logits = form(q, vary(latent, axes), w_k_b, w_v_b, where)
+        tokens = batch_axes if time_axis is None else (*batch_axes, time_axis)
+        return o, cache, jax.lax.pmax(jax.lax.stop_gradient(max_logits), tokens) if tokens else max_logits
 
-    def _expanded(self, q: jax.Array, latent: jax.Array, where: dict) -> tuple[jax.Array, jax.Array]:
+    def _expanded(self, q, latent, w_k_b, w_v_b, where: dict) -> tuple[jax.Array, jax.Array]:
         """Attention over keys and values of every head, made from the latents `[b, s, r]`."""
-        c = self.config.mla
-        kv, k_rope = jnp.split(latent, [c.kv_lora_rank], axis=-1)
-        k_nope, v = einsum("bsr,rhk->bshk", kv, self.w_k_b), einsum("bsr,rhv->bshv", kv, self.w_v_b)
-        k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
-        k = jnp.concatenate([k_nope, k_rope], axis=-1)
-        return attention(q, k, v, scale=c.qk_head_dim**-0.5, **where)
+        return latent_attention(q, latent, w_k_b, w_v_b, scale=self.config.mla.qk_head_dim**-0.5, **where)
 
-    def _absorbed(self, q: jax.Array, latent: jax.Array, where: dict) -> tuple[jax.Array, jax.Array]:
+    def _absorbed(self, q, latent, w_k_b, w_v_b, where: dict) -> tuple[jax.Array, jax.Array]:
         """The same with W_k_b moved to the query and W_v_b to the output: latents serve all heads as key and value."""
         c = self.config.mla
         q_nope, q_rope = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
-        q = jnp.concatenate([einsum("bthk,rhk->bthr", q_nope, self.w_k_b), q_rope], axis=-1)
+        q = jnp.concatenate([jnp.einsum("bthk,rhk->bthr", q_nope, w_k_b), q_rope], axis=-1)
         latent = latent[:, :, None]
         o, max_logits = attention(q, latent, latent[..., : c.kv_lora_rank], scale=c.qk_head_dim**-0.5, **where)
-        return einsum("bthr,rhv->bthv", o, self.w_v_b), max_logits
+        return jnp.einsum("bthr,rhv->bthv", o, w_v_b.astype(o.dtype)), max_logits
 
     def _absorbs(self, t: int) -> bool:
         """Whether t queries against many slots cost fewer FLOPs absorbed: no expansion, but wider dot products."""

@@ -7,14 +7,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.layers.kda import VECTOR
 from kimi_jax.layers.mlp import MATRIX, MLP, glu
 from kimi_jax.layers.param import Balanced, einsum, exact_dtype, normal, ones, param, zeros
-from kimi_jax.ops.experts import expert_mlp
 from kimi_jax.ops.norm import rms_norm
 from kimi_jax.ops.routing import expert_load, quantile_histogram, route
+from kimi_jax.parallel import context
+from kimi_jax.parallel.dense import gather_weight
+from kimi_jax.parallel.expert import expert_parallel_mlp
+from kimi_jax.sharding import axes_of, axis_of, mesh_axes_of, per_device, platform, spec_of, vary
 
 
 class MoE(nnx.Module):
@@ -32,16 +36,16 @@ class MoE(nnx.Module):
         def weight(shape, axes):
             return param(shape, axes, init, MATRIX, stack=stack, dtype=dtype)
 
-        self.w_router = weight((d, e), "embed experts")
-        self.router_bias = param((e,), "experts", zeros, Balanced(), stack=stack, dtype=exact_dtype(dtype))
+        self.w_router = weight((d, e), "embed router")
+        self.router_bias = param((e,), "router", zeros, Balanced(), stack=stack, dtype=exact_dtype(dtype))
         if c.latent_size is not None:
             self.w_latent_down = weight((d, z), "embed latent")
             self.w_latent_up = weight((z, d), "latent embed")
         if c.latent_norm:
             self.latent_norm = param((z,), "latent", ones, VECTOR, stack=stack, dtype=dtype)
-        self.w_gate = weight((e, z, f), "experts latent expert_mlp")
-        self.w_up = weight((e, z, f), "experts latent expert_mlp")
-        self.w_down = weight((e, f, z), "experts expert_mlp latent")
+        self.w_gate = weight((e, z, f), "experts expert_latent expert_mlp")
+        self.w_up = weight((e, z, f), "experts expert_latent expert_mlp")
+        self.w_down = weight((e, f, z), "experts expert_mlp expert_latent")
         if c.num_shared_experts:
             self.shared = MLP(config, c.num_shared_experts * f, stack)
 
@@ -49,35 +53,67 @@ class MoE(nnx.Module):
         """x `[b, t, d]` -> y `[b, t, d]` and what the router did.
 
         `load [e]` counts the tokens of each expert and `histogram [e, bins]` the margins that Quantile Balancing
-        pools, both int32 and over real tokens; `router_scores [b t, e]`, `topk_idx` and `topk_weight [b t, k]`.
+        pools, both int32 and over the real tokens of all devices; `router_scores [b, t, e]`, `topk_idx` and
+        `topk_weight [b, t, k]`.
         """
         c = self.config.moe
-        b, t, d = x.shape
-        flat = x.reshape(b * t, d)
-        bias = jax.lax.stop_gradient(self.router_bias.get_value())
+        tokens, width = spec_of(x)[:2], axes_of(spec_of(self.w_router.get_value())[0])
+        routed = {name: P(*tokens, None) for name in ("router_scores", "topk_idx", "topk_weight")}
+        out = {**routed, "load": P(), "histogram": P()}
+        weights = (self.w_router.get_value(), self.router_bias.get_value())
+        aux = per_device(partial(self._route, tokens, width), out)(x, *weights, documents)
+        z = x if c.latent_size is None else einsum("btd,dz->btz", x, self.w_latent_down)
+        experts = [w.get_value() for w in (self.w_gate, self.w_up, self.w_down)]
+        y = per_device(partial(self._run_experts, *spec_of(experts[0]), mesh_axes_of(z, experts[0])), spec_of(z))(
+            z, aux["topk_idx"], aux["topk_weight"], *experts
+        )
+        if c.latent_norm:
+            y = rms_norm(y, self.latent_norm.get_value(), eps=self.config.rms_norm_eps)
+        if c.latent_size is not None:
+            y = einsum("btz,zd->btd", y, self.w_latent_up)
+        if c.num_shared_experts:
+            y = y + self.shared(x)
+        return y, aux
+
+    def _route(self, tokens, width, x, w_router, bias, documents):
+        """Routing of a device's tokens, and counts over those of all."""
+        c, (b, t, d) = self.config.moe, x.shape
+        rows = (*axes_of(tokens[0]), *axes_of(tokens[1]))
+        bias = vary(jax.lax.stop_gradient(bias), rows)
         routing = route(
-            flat,
-            self.w_router.get_value(),
+            x.reshape(b * t, d),
+            gather_weight(w_router, (width, ()), rows, w_router.dtype),
             bias,
             k=c.experts_per_token,
             renormalize=c.renormalize,
             scaling_factor=c.routed_scaling_factor,
         )
-        z = flat if c.latent_size is None else einsum("nd,dz->nz", flat, self.w_latent_down)
-        w_gate, w_up, w_down = (w.get_value().astype(x.dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        y = expert_mlp(z, routing.indices, routing.weights, w_gate, w_up, w_down, partial(glu, self.config))
-        if c.latent_norm:
-            y = rms_norm(y, self.latent_norm.get_value(), eps=self.config.rms_norm_eps)
-        if c.latent_size is not None:
-            y = einsum("nz,zd->nd", y, self.w_latent_up)
-        y = y.reshape(b, t, d)
-        if c.num_shared_experts:
-            y = y + self.shared(x)
-        real = jnp.ones(b * t, bool) if documents is None else documents.reshape(-1) > 0
-        return y, {
+        real = jnp.ones((b, t), bool) if documents is None else context.local_span(documents, t, axis_of(tokens[1])) > 0
+        real = real.reshape(-1)
+        counts = {
             "load": expert_load(routing.indices, real, c.num_experts),
             "histogram": quantile_histogram(routing.scores, routing.threshold, bias, real),
-            "router_scores": routing.scores,
-            "topk_idx": routing.indices,
-            "topk_weight": routing.weights,
         }
+        values = (routing.scores, routing.indices, routing.weights)
+        scores, indices, weights = (value.reshape(b, t, -1) for value in values)
+        return {
+            **(jax.lax.psum(counts, rows) if rows else counts),
+            "router_scores": scores,
+            "topk_idx": indices,
+            "topk_weight": weights,
+        }
+
+    def _run_experts(self, expert_axes, latent_axes, mlp_axes, axes, z, indices, weights, w_gate, w_up, w_down):
+        """A device's tokens through the experts of all devices."""
+        c = self.config.moe
+        y = expert_parallel_mlp(
+            *(vary(a.reshape(-1, a.shape[-1]), axes) for a in (z, indices, weights)),
+            *(w_gate, w_up, w_down),
+            partial(glu, self.config),
+            axis=axis_of(expert_axes),
+            gather_axes=axes_of(latent_axes),
+            balance=c.placement,
+            transport=c.transport or ("ragged" if platform() in ("tpu", "gpu") else "gather"),
+            backend="blocks" if platform() == "cpu" else "ragged",
+        ).reshape(z.shape)
+        return jax.lax.psum(y, axes_of(mlp_axes)) if axes_of(mlp_axes) else y

@@ -45,9 +45,7 @@ def _gather_weight_bwd(parts, rows, dtype, like, d_w):
 
 
 # An empty array carries the weight's dtype and mesh axes to the backward pass.
-gather_weight.defvjp(
-    lambda w, parts, rows, dtype: (gather_weight(w, parts, rows, dtype), w[:0]), _gather_weight_bwd
-)
+gather_weight.defvjp(lambda w, parts, rows, dtype: (gather_weight(w, parts, rows, dtype), w[:0]), _gather_weight_bwd)
 
 
 def einsum(equation: str, x: jax.Array, w: jax.Array, *, dtype: jnp.dtype | None = None, **options) -> jax.Array:
@@ -123,9 +121,7 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return per_device(local, P(*spec_of(tokens), None))(table, tokens)
 
 
-def cross_entropy(
-    x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`ops.loss.linear_cross_entropy` over the tokens of all devices; a vocabulary may be split among them.
 
     Args:
