@@ -61,7 +61,14 @@ def measure(n, k, e, d, f):
     def ours(x, weights, *matrices, backend):
         return experts.expert_mlp(x, jnp.asarray(indices), weights, *matrices, activation=swiglu, backend=backend)
 
-    result = {"tokens": n, "choices": k, "experts": e, "d": d, "f": f, "block": experts._block_size(n * k, e)}
+    result = {
+        "tokens": n,
+        "choices": k,
+        "experts": e,
+        "d": d,
+        "f": f,
+        "block": experts.choose_backend("blocks", n * k, e)[1],
+    }
     for name, function, args in (
         ("blocks", partial(ours, backend="blocks"), (x, weights, *matrices)),
         ("ragged", partial(ours, backend="ragged"), (x, weights, *matrices)),

@@ -5,7 +5,7 @@ gathered back. Row movement is by gathers in both directions of differentiation,
 scatter-add, so two runs agree bit for bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -13,98 +13,135 @@ import jax
 import jax.numpy as jnp
 
 Backend = Literal["blocks", "ragged"]
+Activation = Callable[[jax.Array, jax.Array], jax.Array]
+Matrices = Sequence[jax.Array]  # w_gate and w_up [e, d, f], w_down [e, f, d]
 
 
-class _Plan(NamedTuple):
+class Layout(NamedTuple):
     """Who sits where. M = n k pairs of a token and one of its choices, numbered token * k + choice."""
 
     pair: jax.Array  # [rows] the pair in each row; M in a row of padding
     row: jax.Array  # [n, k] the row of each pair
-    groups: jax.Array  # blocks: [blocks] expert of each block; ragged: [e] rows of each expert
+    groups: jax.Array  # [blocks] the group of each block, or, without blocks, [groups] the rows of each group
+    used: jax.Array | int = 0  # with blocks: the first `used` hold rows, the rest are padding
 
 
-def _plan(indices: jax.Array, num_experts: int, block: int) -> _Plan:
-    """Sorts the pairs by expert; block > 0 pads each expert's rows to whole blocks."""
+def vary_like(x: jax.Array, *like: jax.Array) -> jax.Array:
+    """x, typed as varying over every mesh axis over which `like` varies: what a loop inside shard_map starts from."""
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in (x, *like)))
+    new = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+    return jax.lax.pcast(x, new, to="varying") if new else x
+
+
+def seat(pair: jax.Array, place: jax.Array, num_rows: int, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Seats pair[i] in row place[i], nobody when that is num_rows or more: (pair [num_rows], row [shape])."""
+    m = shape[0] * shape[1]
+    row = vary_like(jnp.zeros(m, jnp.int32), place).at[pair].set(place, unique_indices=True)
+    empty = vary_like(jnp.full(num_rows, m, jnp.int32), place)
+    return empty.at[place].set(pair, unique_indices=True, mode="drop"), row.reshape(shape)
+
+
+def sort_by_expert(indices: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[n, k] -> the pairs sorted by expert (stable), the expert of each, the pairs of each expert; int32."""
     flat = indices.reshape(-1).astype(jnp.int32)
     m = flat.size
-    number = jnp.arange(m, dtype=jnp.int32)
     if num_experts * m < 2**31:  # one integer holds expert and pair: sorts about four times as fast
-        packed = jnp.sort(flat * m + number)
+        packed = jnp.sort(flat * m + jnp.arange(m, dtype=jnp.int32))
         expert, pair = packed // m, packed % m
     else:
         pair = jnp.argsort(flat, stable=True).astype(jnp.int32)
         expert = flat[pair]
-    sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
+    return pair, expert, jnp.bincount(flat, length=num_experts).astype(jnp.int32)
+
+
+def lay_out(
+    pair: jax.Array, group: jax.Array, place: jax.Array, sizes: jax.Array, shape: tuple[int, int], block: int
+) -> Layout:
+    """Lays pairs out by group; block > 0 pads each group to whole blocks.
+
+    pair[i] belongs to group[i] and is place[i]-th when pairs are sorted by group, or, from pair.size on, left out.
+    """
+    m, num_groups = pair.size, sizes.size
     if not block:
-        row = jnp.zeros(m, jnp.int32).at[pair].set(number, unique_indices=True)
-        return _Plan(pair, row.reshape(indices.shape), sizes)
-    # Any split of m rows over the experts fits: sum ceil(size / block) <= (m + min(e, m) (block - 1)) / block.
-    num_blocks = (m + min(num_experts, m) * (block - 1)) // block
-    ends = jnp.cumsum(-(-sizes // block))  # in blocks
-    shift = (ends - -(-sizes // block)) * block - (jnp.cumsum(sizes) - sizes)  # first padded row - first sorted row
-    place = number + shift[expert]
-    row = jnp.zeros(m, jnp.int32).at[pair].set(place, unique_indices=True)
-    pair = jnp.full(num_blocks * block, m, jnp.int32).at[place].set(pair, unique_indices=True)
-    owner = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right", method="compare_all")
-    return _Plan(pair, row.reshape(indices.shape), jnp.minimum(owner, num_experts - 1))
+        return Layout(*seat(pair, place, m, shape), sizes)
+    # Any split of m rows over the groups fits: sum ceil(size / block) <= (m + min(groups, m) (block - 1)) / block.
+    num_blocks = (m + min(num_groups, m) * (block - 1)) // block
+    ends = jnp.cumsum(-(-sizes // block), dtype=jnp.int32)  # in blocks
+    shift = (ends - -(-sizes // block)) * block - (jnp.cumsum(sizes, dtype=jnp.int32) - sizes)  # padded - sorted row
+    place = jnp.where(place < m, place + shift[group], num_blocks * block)
+    numbers = jnp.arange(num_blocks, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, numbers, side="right", method="compare_all").astype(jnp.int32)
+    seats = seat(pair, place, num_blocks * block, shape)
+    return Layout(*seats, jnp.minimum(owner, num_groups - 1), ends[-1])
 
 
 @jax.custom_vjp
-def _dispatch(x: jax.Array, plan: _Plan) -> jax.Array:
+def dispatch(x: jax.Array, layout: Layout) -> jax.Array:
     """[n, d] -> [rows, d]: each pair's token; zeros in rows of padding."""
-    return x.at[plan.pair // plan.row.shape[1]].get(mode="fill", fill_value=0)
+    return x.at[layout.pair // layout.row.shape[1]].get(mode="fill", fill_value=0)
 
 
-def _dispatch_bwd(plan, d_rows):
-    wide = jnp.promote_types(d_rows.dtype, jnp.float32)
-    return jnp.sum(d_rows[plan.row], axis=1, dtype=wide).astype(d_rows.dtype), None
+def collect(rows: jax.Array, layout: Layout) -> jax.Array:
+    """[rows, d] -> [n, d]: the sum of a token's rows in at least float32, rounded once: dispatch's transpose."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    picked = rows.at[layout.row].get(mode="fill", fill_value=0)
+    return jnp.sum(picked, axis=1, dtype=wide).astype(rows.dtype)
 
 
-_dispatch.defvjp(lambda x, plan: (_dispatch(x, plan), plan), _dispatch_bwd)
+dispatch.defvjp(lambda x, layout: (dispatch(x, layout), layout), lambda layout, d_rows: (collect(d_rows, layout), None))
 
 
 @jax.custom_vjp
-def _combine(rows: jax.Array, weights: jax.Array, plan: _Plan) -> jax.Array:
+def combine(rows: jax.Array, weights: jax.Array, layout: Layout) -> jax.Array:
     """[rows, d], [n, k] -> [n, d]: the weighted sum of a token's rows, in at least float32."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    return jnp.sum(rows[plan.row].astype(wide) * weights.astype(wide)[..., None], axis=1).astype(rows.dtype)
+    return jnp.sum(rows[layout.row].astype(wide) * weights.astype(wide)[..., None], axis=1).astype(rows.dtype)
 
 
 def _combine_bwd(residuals, d_out):
-    rows, weights, plan = residuals
+    rows, weights, layout = residuals
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    share = weights.reshape(-1).astype(wide).at[plan.pair].get(mode="fill", fill_value=0)
-    d_rows = share[:, None] * d_out.at[plan.pair // plan.row.shape[1]].get(mode="fill", fill_value=0).astype(wide)
-    d_weights = jnp.sum(rows[plan.row].astype(wide) * d_out.astype(wide)[:, None], axis=-1)
+    share = weights.reshape(-1).astype(wide).at[layout.pair].get(mode="fill", fill_value=0)
+    d_rows = share[:, None] * dispatch(d_out, layout).astype(wide)
+    d_weights = jnp.sum(rows[layout.row].astype(wide) * d_out.astype(wide)[:, None], axis=-1)
     return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype), None
 
 
-_combine.defvjp(lambda *args: (_combine(*args), args), _combine_bwd)
-
-
-@jax.custom_vjp
-def _block_matmul(rows: jax.Array, w: jax.Array, owner: jax.Array) -> jax.Array:
-    """[blocks, c, d], [e, d, f], [blocks] -> [blocks, c, f]: every block times its expert's matrix.
-
-    A loop over blocks reads each matrix in place. A batched matmul would first copy one for every block.
-    """
-    return jax.lax.map(lambda block: _dot(block[0], w[block[1]]).astype(rows.dtype), (rows, owner))
+combine.defvjp(lambda *args: (combine(*args), args), _combine_bwd)
 
 
 def _dot(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
+@jax.custom_vjp
+def _block_matmul(rows: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
+    """[blocks, c, d], [e, d, f], [blocks] -> [blocks, c, f]: every block times its expert's matrix.
+
+    A loop over the blocks that hold rows reads each matrix in place. A batched matmul would first copy one for every
+    block.
+    """
+
+    def step(i, out):
+        return out.at[i].set(_dot(rows[i], w[owner[i]]).astype(rows.dtype))
+
+    zero = jnp.zeros((*rows.shape[:2], w.shape[2]), rows.dtype)
+    return jax.lax.fori_loop(0, used, step, vary_like(zero, rows, w, owner))
+
+
 def _block_matmul_bwd(residuals, d_out):
-    rows, w, owner = residuals
+    rows, w, owner, used = residuals
 
-    def step(d_w, block):
-        x, dy, expert = block
-        return d_w.at[expert].add(_dot(x.T, dy)), _dot(dy, w[expert].T).astype(rows.dtype)
+    def step(i, carry):
+        d_w, d_rows = carry
+        expert = owner[i]
+        d_w = d_w.at[expert].add(_dot(rows[i].T, d_out[i]))
+        return d_w, d_rows.at[i].set(_dot(d_out[i], w[expert].T).astype(rows.dtype))
 
-    zero = jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32))
-    d_w, d_rows = jax.lax.scan(step, zero, (rows, d_out, owner))
-    return d_rows, d_w.astype(w.dtype), None
+    zero = jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), jnp.zeros_like(rows)
+    zero = [vary_like(z, rows, w, owner, d_out) for z in zero]
+    d_w, d_rows = jax.lax.fori_loop(0, used, step, tuple(zero))
+    return d_rows, d_w.astype(w.dtype), None, None
 
 
 _block_matmul.defvjp(lambda *args: (_block_matmul(*args), args), _block_matmul_bwd)
@@ -115,9 +152,98 @@ def _ragged_matmul(rows, w, sizes):
     return jax.lax.ragged_dot(rows, w, sizes, preferred_element_type=wide).astype(rows.dtype)
 
 
-def _block_size(m: int, num_experts: int) -> int:
-    """Small blocks waste little on padding, large ones on the loop: an eighth of the mean group, within 8 and 64."""
-    return min(max(8, 1 << (max(1, m // num_experts) // 8).bit_length()), 64)
+def grouped_mlp(rows: jax.Array, matrices: Matrices, layout: Layout, activation: Activation, block: int) -> jax.Array:
+    """[rows, d] -> [rows, d]: each row through its group's expert, without a gradient; see `grouped_mlp_grad`."""
+    if not block:
+        return _mlp(partial(_ragged_matmul, sizes=layout.groups), rows, matrices, activation)
+
+    def step(i, out):
+        chosen = [w[layout.groups[i]] for w in matrices]
+        return out.at[i].set(_mlp(_narrow_dot, blocks[i], chosen, activation))
+
+    blocks = rows.reshape(-1, block, rows.shape[1])
+    zero = vary_like(jnp.zeros_like(blocks), blocks, layout.groups, *matrices)
+    return jax.lax.fori_loop(0, layout.used, step, zero).reshape(rows.shape)
+
+
+def grouped_mlp_grad(
+    rows: jax.Array,
+    share: jax.Array,
+    d_out: jax.Array,
+    matrices: Matrices,
+    layout: Layout,
+    activation: Activation,
+    block: int,
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Gradients of sum(d_out * share * grouped_mlp(rows)), which is computed anew: nothing of it need be kept.
+
+    Args:
+      rows, d_out: [rows, d].
+      share: [rows], at least float32.
+      matrices, layout, activation, block: as in `grouped_mlp`.
+
+    Returns:
+      Of rows, in their dtype; of share; of each matrix, in at least float32.
+    """
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    if not block:
+        contract = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+        def outer(a, b):
+            return jax.lax.ragged_dot_general(a, b, layout.groups, contract, preferred_element_type=wide)
+
+        dot = partial(_ragged_matmul, sizes=layout.groups)
+        return _mlp_grad(dot, outer, rows, share, d_out, matrices, activation)
+
+    def step(i, carry):
+        d_rows, d_share, d_matrices = carry
+        expert = layout.groups[i]
+        chosen = [w[expert] for w in matrices]
+        d_row, d_s, d_chosen = _mlp_grad(
+            _narrow_dot, lambda a, b: _dot(a.T, b), blocks[i], shares[i], d_blocks[i], chosen, activation
+        )
+        d_matrices = [d_w.at[expert].add(d) for d_w, d in zip(d_matrices, d_chosen, strict=True)]
+        return d_rows.at[i].set(d_row), d_share.at[i].set(d_s), d_matrices
+
+    blocks, d_blocks = (a.reshape(-1, block, a.shape[1]) for a in (rows, d_out))
+    shares = share.reshape(-1, block)
+    zero = jnp.zeros_like(blocks), jnp.zeros_like(shares), [jnp.zeros(w.shape, wide) for w in matrices]
+    zero = jax.tree.map(lambda a: vary_like(a, blocks, d_blocks, shares, layout.groups, *matrices), zero)
+    d_rows, d_share, d_matrices = jax.lax.fori_loop(0, layout.used, step, zero)
+    return d_rows.reshape(rows.shape), d_share.reshape(share.shape), d_matrices
+
+
+def _narrow_dot(a, b):
+    return _dot(a, b).astype(a.dtype)
+
+
+def _mlp(dot, x, matrices, activation):
+    w_gate, w_up, w_down = matrices
+    return dot(activation(dot(x, w_gate), dot(x, w_up)), w_down)
+
+
+def _mlp_grad(dot, outer, x, share, d_out, matrices, activation):
+    w_gate, w_up, w_down = matrices
+    hidden, pull = jax.vjp(activation, dot(x, w_gate), dot(x, w_up))
+    d_share = jnp.sum(dot(hidden, w_down).astype(share.dtype) * d_out.astype(share.dtype), axis=-1)
+    d_y = (share[:, None] * d_out.astype(share.dtype)).astype(x.dtype)
+    d_gate, d_up = pull(dot(d_y, w_down.mT))
+    d_x = dot(d_gate, w_gate.mT) + dot(d_up, w_up.mT)
+    return d_x, d_share, [outer(x, d_gate), outer(x, d_up), outer(hidden, d_y)]
+
+
+def choose_backend(backend: Backend | None, m: int, num_groups: int) -> tuple[str, int]:
+    """The backend for m rows in groups, and the rows of its blocks: an eighth of the mean group, within 8 and 64.
+
+    Small blocks waste little on padding, large ones on the loop. "ragged" has no blocks: 0.
+    """
+    if backend is None:
+        backend = "blocks" if jax.default_backend() == "cpu" else "ragged"
+    if backend == "ragged":
+        return backend, 0
+    if backend == "blocks":
+        return backend, min(max(8, 1 << (max(1, m // num_groups) // 8).bit_length()), 64)
+    raise ValueError(f'backend={backend!r} is unknown; use "blocks", "ragged" or None')
 
 
 def expert_mlp(
@@ -127,7 +253,7 @@ def expert_mlp(
     w_gate: jax.Array,
     w_up: jax.Array,
     w_down: jax.Array,
-    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    activation: Activation,
     *,
     backend: Backend | None = None,
 ) -> jax.Array:
@@ -165,19 +291,15 @@ def expert_mlp(
         )
     if indices.shape != weights.shape or indices.shape[0] != n:
         raise ValueError(f"indices {indices.shape} and weights {weights.shape} must both be [{n} tokens, choices]")
-    if backend is None:
-        backend = "blocks" if jax.default_backend() == "cpu" else "ragged"
+    backend, block = choose_backend(backend, indices.size, num_experts)
+    pair, expert, sizes = sort_by_expert(indices, num_experts)
+    layout = lay_out(pair, expert, jnp.arange(indices.size, dtype=jnp.int32), sizes, indices.shape, block)
+    rows = dispatch(x, layout)
     if backend == "blocks":
-        block = _block_size(indices.size, num_experts)
-        plan = _plan(indices, num_experts, block)
-        rows = _dispatch(x, plan).reshape(-1, block, d)
-        matmul = partial(_block_matmul, owner=plan.groups)
-    elif backend == "ragged":
-        plan = _plan(indices, num_experts, 0)
-        rows = _dispatch(x, plan)
-        matmul = partial(_ragged_matmul, sizes=plan.groups)
+        rows = rows.reshape(-1, block, d)
+        matmul = partial(_block_matmul, owner=layout.groups, used=jnp.asarray(layout.used))
     else:
-        raise ValueError(f'backend={backend!r} is unknown; use "blocks", "ragged" or None')
+        matmul = partial(_ragged_matmul, sizes=layout.groups)
     w_gate, w_up, w_down = (w.astype(x.dtype) for w in (w_gate, w_up, w_down))
     hidden = activation(matmul(rows, w_gate), matmul(rows, w_up))
-    return _combine(matmul(hidden, w_down).reshape(-1, d), weights, plan)
+    return combine(matmul(hidden, w_down).reshape(-1, d), weights, layout)
