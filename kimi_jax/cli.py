@@ -1,4 +1,4 @@
-"""The command line: `kimi-jax train | eval | generate | inspect`."""
+"""The command line: `kimi-jax train | eval | generate | inspect | aot`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
 
 import tyro
 
@@ -18,6 +19,7 @@ USAGE = """usage: kimi-jax COMMAND ...
   eval --checkpoint DIR [--source.x ...]     bits per byte of a checkpoint on any text
   generate --checkpoint DIR --prompt TEXT    continue a text
   inspect NAME [--optim]                     components, shapes, counts, optimizer rules; allocates nothing
+  aot NAME --topology v5p:8x8x8              compile its step for a TPU slice: memory, collectives, speed; no TPU needed
 
 NAME is one of {names}, or a path to a .py file. `kimi-jax COMMAND --help` lists the settings.
 """
@@ -73,6 +75,23 @@ class InspectArgs:
     """How the optimizer sees each parameter."""
 
 
+@dataclass(frozen=True)
+class AotArgs:
+    """Compiles a config's step for a TPU slice, with shapes alone, and reports memory, collectives and speed.
+
+    Exit status 0: it fits; 1: it does not, or cannot be compiled.
+    """
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    topology: str
+    """A slice as libtpu names it, e.g. v5p:8x8x8; v5p:8x8x8@2 for two. `list` prints the names."""
+    step: Literal["train", "prefill", "decode"] = "train"
+    rows: int | None = None
+    """Of a prefill or decode, each of data.sequence-length tokens; by default one for each device that cuts rows."""
+    out: str = ""
+    """JSON file of the report; by default in a folder aot/ beside the runs."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The `kimi-jax` command."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -81,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "eval": evaluate,
         "generate": generate,
         "inspect": inspect,
+        "aot": aot,
     }
     usage = USAGE.format(names=", ".join(shipped_configs()))
     if not argv or argv[0] in ("-h", "--help"):
@@ -163,6 +183,36 @@ def inspect(argv: Sequence[str]) -> None:
         from kimi_jax import inspect as inspection
 
         print(inspection.optimizer_table(args.config) if args.optim else inspection.report(args.config))
+
+
+def aot(argv: Sequence[str]) -> None:
+    config, argv = _named_config(argv, "kimi-jax aot")
+    with _plain_errors():
+        from kimi_jax import aot as ahead
+
+        # The slice's own mesh is the default that options change, so the topology is read before they are.
+        name = _value(argv, "--topology")
+        if name is not None and not any(part.startswith("--mesh.") for part in argv):
+            config = ahead.on_slice(config, name)
+        args = tyro.cli(AotArgs, args=argv, default=AotArgs(config, name or "list"), prog="kimi-jax aot NAME")
+        result = ahead.report(args.config, args.topology, args.step, rows=args.rows)
+        ahead.show(result)
+        plain = args.topology.replace(":", "-")
+        path = Path(args.out or f"{args.config.train.runs_dir}/aot/{args.config.name}-{plain}-{args.step}.json")
+        ahead.save(result, path)
+        print(f"Saved {path}")
+        if not result["fits"]:
+            sys.exit(1)
+
+
+def _value(argv: Sequence[str], option: str) -> str | None:
+    """Value of an option, spelt `--x value` or `--x=value`."""
+    for part, following in zip(argv, [*argv[1:], None], strict=True):
+        if part == option:
+            return following
+        if part.startswith(option + "="):
+            return part.partition("=")[2]
+    return None
 
 
 def _named_config(argv: Sequence[str], command: str) -> tuple[Config, list[str]]:
