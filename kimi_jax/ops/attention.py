@@ -16,7 +16,7 @@ from jax import lax
 
 from kimi_jax.sharding import vary, varying
 
-QUERY_BLOCK, KEY_BLOCK = 256, 512
+QUERY_BLOCK, KEY_BLOCK = 128, 512
 
 
 def attention(

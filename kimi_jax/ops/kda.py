@@ -204,7 +204,8 @@ def span(
     # and the final state is [transition | state], the outputs [reads | o0].
     start = jnp.zeros_like(k[:, 0, :, :, None] * jnp.concatenate([k, v], -1)[:, 0, :, None, :], dtype)
     start += jnp.eye(*start.shape[-2:], dtype=dtype)
-    o, end = _chunked(*[_split_chunks(x, chunk_size) for x in (q, k, v, g, beta)], start)
+    q, k, v, g, beta = [_split_chunks(x, chunk_size) for x in (q, k, v, g, beta)]
+    o, end = _chunked(q, k, v, g, beta, start)
     o = _join_chunks(o, t, chunk_size) * (size**-0.5 if scale is None else scale)
     return o[..., size:], o[..., :size], end[..., :size], end[..., size:]
 
