@@ -13,11 +13,10 @@ from kimi_jax.config import Config, ModelConfig
 from kimi_jax.layers.param import arrays, declarations
 from kimi_jax.layout import starts_block
 from kimi_jax.model import Kimi
+from kimi_jax.ops.attention import KEY_BLOCK, QUERY_BLOCK
 from kimi_jax.optim.build import table
 
 NEWTON_SCHULZ_STEPS = 5
-ATTENTION_BLOCK = 128
-"""Queries that `ops.attention` takes at a time; a whole block meets every key, seen or not."""
 
 
 class Work(NamedTuple):
@@ -40,49 +39,68 @@ def total(parts: dict[str, Work]) -> Work:
     return sum(parts.values(), Work(0, 0))
 
 
-def forward(model: ModelConfig, rows: int, length: int) -> dict[str, Work]:
-    """FLOPs of logits for `rows` rows of `length` tokens, each row one document.
+def forward(model: ModelConfig, rows: int, length: int, *, spans: int = 1) -> dict[str, Work]:
+    """FLOPs of logits for `rows` rows of `length` tokens, each row one document and cut into `spans` over devices.
 
     >>> from kimi_jax.config import load_config
     >>> work = total(forward(load_config("k3").model, rows=1, length=8192))
     >>> round(work.model / 8192 / 1e9)  # per token; 2 * 104.19 B active parameters are 208
-    224
+    215
     """
-    blocks = -(-length // ATTENTION_BLOCK) * ATTENTION_BLOCK if length > ATTENTION_BLOCK else length
-    pairs = Work(length * (length + 1) // 2, blocks * length)
-    return _components(model, rows, length, pairs, slots=length, absorbed=False, outputs=length)
+    cells, slots = 0, 0
+    for span in range(spans):
+        more_cells, more_slots = attended(length // spans, span * length // spans, length)
+        cells, slots = cells + more_cells, slots + more_slots
+    pairs = Work(length * (length + 1) // 2, cells)
+    return _components(model, rows, length, pairs, slots=slots, absorbed=False, outputs=length, spans=spans)
 
 
 def train(config: Config) -> dict[str, Work]:
     """FLOPs of one optimizer step: forward, backward (twice the forward), what is computed again, Newton-Schulz.
 
-    `run` counts a layer's forward once more with `remat="full"`, and the chunks of KDA and the blocks of attention
-    once more in any case; of a layer's last product the compiler may drop the repetition, so it is an upper bound.
-    Newton-Schulz has no `model` part: MFU by convention leaves the optimizer out.
+    `run` counts a layer's forward once more with `remat="full"`, and the backward pass of KDA and of attention
+    computes chunks, keys, values and scores again in any case; of a layer's last product the compiler may drop the
+    repetition, so it is an upper bound. Newton-Schulz has no `model` part: MFU by convention leaves the optimizer out.
     """
-    again = config.model.remat == "full"
+    model, data = config.model, config.data
+    again = model.remat == "full"
     parts = {}
-    for name, work in forward(config.model, config.data.batch_size, config.data.sequence_length).items():
-        blockwise = name == "KDA recurrence" or (
-            name == "MLA attention" and config.data.sequence_length > ATTENTION_BLOCK
-        )
-        run = 3 if name == "head" else 3 + again + blockwise
-        parts[name] = work.times(3, run)
-    return parts | {"Newton-Schulz": Work(0, newton_schulz(config.model))}
+    for name, work in forward(model, data.batch_size, data.sequence_length, spans=config.mesh.seq).items():
+        if name == "MLA attention":
+            # Backward: scores again, and two products for each of the gradients of scores and of values.
+            k, v = model.mla.qk_head_dim, model.mla.v_head_dim
+            run = work.run * (1 + again) + work.run * (3 * k + 2 * v) // (k + v)
+            parts[name] = Work(3 * work.model, run)
+        else:
+            inside = name in ("KDA recurrence", "MLA expansion")
+            parts[name] = work.times(3, 3 if name == "head" else 3 + again + inside)
+    return parts | {"Newton-Schulz": Work(0, newton_schulz(model))}
 
 
 def prefill(model: ModelConfig, rows: int, length: int, capacity: int | None = None) -> dict[str, Work]:
     """FLOPs of reading prompts of `length` tokens into a cache of `capacity` slots, and the next token's logits."""
-    slots = length if capacity is None else capacity
-    blocks = -(-length // ATTENTION_BLOCK) * ATTENTION_BLOCK if length > ATTENTION_BLOCK else length
-    pairs = Work(length * (length + 1) // 2, blocks * slots)
+    cells, slots = attended(length, 0, capacity or length)
+    pairs = Work(length * (length + 1) // 2, cells)
     return _components(model, rows, length, pairs, slots=slots, absorbed=_absorbs(model, length), outputs=1)
 
 
 def decode(model: ModelConfig, rows: int, length: int, capacity: int | None = None) -> dict[str, Work]:
     """FLOPs of one more token a row, the `length`-th, over a cache of `capacity` slots."""
-    pairs = Work(length, length if capacity is None else capacity)
-    return _components(model, rows, 1, pairs, slots=pairs.run, absorbed=_absorbs(model, 1), outputs=1)
+    cells, slots = attended(1, length - 1, capacity or length)
+    pairs = Work(length, cells)
+    return _components(model, rows, 1, pairs, slots=slots, absorbed=_absorbs(model, 1), outputs=1)
+
+
+def attended(queries: int, start: int, slots: int) -> tuple[int, int]:
+    """(pairs of query and key, keys) that `ops.attention` computes for queries from slot `start` on of `slots`.
+
+    Whole blocks of keys up to the last query's, each with the blocks of queries from the first that sees it.
+    """
+    q_block, k_block = min(QUERY_BLOCK, queries), min(KEY_BLOCK, slots)
+    q_count, k_count = -(-queries // q_block), -(-slots // k_block)
+    reached = min(k_count, -(-(start + queries) // k_block))
+    unseen = sum(min(q_count - 1, max(0, (j * k_block - start) // q_block)) for j in range(reached))
+    return (reached * q_count - unseen) * q_block * k_block, reached * k_block
 
 
 def newton_schulz(model: ModelConfig) -> int:
@@ -119,10 +137,18 @@ def _absorbs(model: ModelConfig, length: int) -> bool:
 
 
 def _components(
-    model: ModelConfig, rows: int, length: int, pairs: Work, *, slots: int, absorbed: bool, outputs: int
+    model: ModelConfig,
+    rows: int,
+    length: int,
+    pairs: Work,
+    *,
+    slots: int,
+    absorbed: bool,
+    outputs: int,
+    spans: int = 1,
 ) -> dict[str, Work]:
     """One forward pass. `pairs` of query and key a row and head; `slots` whose keys and values are expanded;
-    `outputs` tokens a row that get logits."""
+    `outputs` tokens a row that get logits; `spans` of a row on different devices."""
     d, tokens = model.hidden_size, rows * length
     kda, mla, moe = model.kda, model.mla, model.moe
     num_kda, num_mla = len(model.kda_layers), len(model.mla_layers)
@@ -135,7 +161,12 @@ def _components(
     h, k = kda.num_heads, kda.head_dim
     gate = d * h * k if kda.full_rank_gate else d * k + k * h * k
     recurrence = 6 * k * k * length
-    chunked = recurrence if length == 1 else chunked_recurrence(length, kda.chunk_size, k, k)
+    if length == 1:
+        chunked = recurrence
+    elif spans == 1:
+        chunked = chunked_recurrence(length, kda.chunk_size, k, k)
+    else:  # the map of the state [k, k] besides, and then the outputs that the span's first state adds
+        chunked = spans * chunked_recurrence(length // spans, kda.chunk_size, k, 2 * k) + 2 * k * k * length
     parts = {
         "KDA projections": dense(num_kda, 4 * d * h * k + d * k + k * h * k + d * h + gate),
         "KDA convolution": dense(num_kda, 3 * h * k * kda.conv_size),
@@ -151,7 +182,8 @@ def _components(
     width = 2 * r + rope if absorbed else mla.qk_head_dim + v
     # A row's keys and values are expanded once and for all, or the query and the output are, for each token.
     expanded = Work(length, length if absorbed else slots)
-    parts["MLA projections"] = dense(num_mla, shared) + expanded.times(*[2 * num_mla * rows * expansion] * 2)
+    parts["MLA projections"] = dense(num_mla, shared)
+    parts["MLA expansion"] = expanded.times(*[2 * num_mla * rows * expansion] * 2)
     parts["MLA attention"] = pairs.times(*[2 * num_mla * rows * h * width] * 2)
 
     if model.attn_res_block_size is not None:

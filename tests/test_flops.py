@@ -1,7 +1,9 @@
 """Formulas of operations against counts by hand, against the products in the traced program, and known sizes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from unittest import mock
 
 import jax
@@ -14,7 +16,7 @@ from kimi_jax.cache import init_cache
 from kimi_jax.config import KDAConfig, load_config
 from kimi_jax.layers.param import Muon, arrays, declarations, with_arrays
 from kimi_jax.model import Kimi
-from kimi_jax.ops.loss import linear_cross_entropy
+from kimi_jax.ops import attention
 from kimi_jax.optim.muon import newton_schulz
 from tests.tiny import MODEL
 
@@ -32,9 +34,10 @@ NOT_PRODUCTS = ("KDA convolution", "attention residuals")
 """Counted, but written as sums of products of vectors."""
 
 
-def products(jaxpr) -> int:
-    """FLOPs of all matrix products of a traced program, loops counted."""
-    total = 0
+def products(jaxpr, loops: Sequence[Fraction] = ()) -> Fraction:
+    """FLOPs of all matrix products of a traced program, scans counted; `loops` are the average trips of the others,
+    the outermost first."""
+    total = Fraction(0)
     for each in jaxpr.eqns:
         name, shapes = each.primitive.name, [v.aval.shape for v in each.invars if hasattr(v.aval, "shape")]
         if name == "dot_general":
@@ -45,16 +48,27 @@ def products(jaxpr) -> int:
             # Every row meets one expert: its width times the expert's other one.
             wide = shapes[1][1:] if len(rows) == 1 else (rows[0][1], rows[1][1])
             total += 2 * rows[0][0] * math.prod(wide)
+        elif name == "while":
+            total += loops[0] * products(each.params["body_jaxpr"].jaxpr, loops[1:])
         else:
             times = each.params["length"] if name == "scan" else 1
-            assert name != "while" or not products(each.params["body_jaxpr"].jaxpr)
-            total += times * sum(products(inner) for inner in jax.core.jaxprs_in_params(each.params))
+            total += times * sum(products(inner, loops) for inner in jax.core.jaxprs_in_params(each.params))
     return total
 
 
-def traced(f, *args) -> int:
+def attention_loops(queries: int, start: int, slots: int) -> list[Fraction]:
+    """Average trips of the loops over blocks of keys and of queries, by running them."""
+    blocks = (min(attention.QUERY_BLOCK, queries), min(attention.KEY_BLOCK, slots))
+    pairs = attention._Pairs(blocks, jnp.ones((1, queries)), jnp.ones((1, slots)), jnp.int32(start))
+    count = lambda inner: int(pairs.over_keys(lambda j, n: n + inner(j), jnp.int32(0)))  # noqa: E731
+    keys, cells = count(lambda j: 1), count(lambda j: pairs.over_queries(j, lambda i, n: n + 1, jnp.int32(0)))
+    q_count, k_count = pairs.counts
+    return [Fraction(keys)] * (k_count > 1) + [Fraction(cells, keys)] * (q_count > 1)
+
+
+def traced(f, *args, loops: Sequence[Fraction] = ()) -> Fraction:
     with mock.patch.object(jax, "default_backend", lambda: "tpu"):  # experts without padding to blocks
-        return products(jax.make_jaxpr(f)(*args).jaxpr)
+        return products(jax.make_jaxpr(f)(*args).jaxpr, loops)
 
 
 def counted(parts, *, one_token: bool = False) -> int:
@@ -68,31 +82,32 @@ def tokens(rows, length):
 
 
 @pytest.mark.parametrize("model", [MODEL, PLAIN], ids=["k3", "kimi_linear"])
-@pytest.mark.parametrize("length", [1, 5, 32, 300])
+@pytest.mark.parametrize("length", [1, 5, 32, 300, 1100])
 def test_forward_is_what_the_program_multiplies(model, length):
-    found = traced(lambda module, t: module(t), Kimi(model), tokens(3, length))
+    loops = attention_loops(length, 0, length)
+    found = traced(lambda module, t: module(t), Kimi(model), tokens(3, length), loops=loops)
     assert found == counted(flops.forward(model, 3, length), one_token=length == 1)
 
 
 @pytest.mark.parametrize("model", [MODEL, PLAIN], ids=["k3", "kimi_linear"])
 def test_prefill_and_decode_are_what_the_program_multiplies(model):
-    cache = jax.eval_shape(lambda: init_cache(model, 3, 320))
+    cache = jax.eval_shape(lambda: init_cache(model, 3, 1100))
 
     def last(module, cache, t):
         x, _ = module.hidden(t, cache=cache)
         return module.logits(x[:, -1])
 
-    for length in (4, 250):
-        found = traced(last, Kimi(model), cache, tokens(3, length))
-        assert found == counted(flops.prefill(model, 3, length, capacity=320)), length
-    found = traced(last, Kimi(model), cache, tokens(3, 1))
-    assert found == counted(flops.decode(model, 3, 200, capacity=320), one_token=True)
+    for length in (4, 600):
+        found = traced(last, Kimi(model), cache, tokens(3, length), loops=attention_loops(length, 0, 1100))
+        assert found == counted(flops.prefill(model, 3, length, capacity=1100)), length
+    found = traced(last, Kimi(model), cache, tokens(3, 1), loops=attention_loops(1, 699, 1100))
+    assert found == counted(flops.decode(model, 3, 700, capacity=1100), one_token=True)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_train_is_what_the_program_multiplies(remat):
     """To a few parts in a hundred above: of what is computed again, a layer's last product is not needed."""
-    length = 256
+    length = 1088  # 16 rows make whole chunks of the loss
     model = replace(MODEL, remat=remat)
     config = replace(
         load_config("k3_tiny"), model=model, data=replace(load_config("k3_tiny").data, sequence_length=length)
@@ -101,10 +116,10 @@ def test_train_is_what_the_program_multiplies(remat):
 
     def loss(params, t):
         module = with_arrays(template, params)
-        x, _ = module.hidden(t)
-        return linear_cross_entropy(x, module.head.get_value(), t, jnp.ones(t.shape))[0]
+        return module.loss(module.hidden(t)[0], t, jnp.ones(t.shape))[0]
 
-    found = traced(jax.grad(loss), arrays(template), tokens(config.data.batch_size, length))
+    loops = attention_loops(length, 0, length)
+    found = traced(jax.grad(loss), arrays(template), tokens(config.data.batch_size, length), loops=loops)
     parts = flops.train(config)
     del parts["Newton-Schulz"]
     assert 0.9 < found / counted(parts) <= 1, (found, counted(parts))
