@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from kimi_jax.config import ConfigError, ModelConfig
+from kimi_jax.config import ConfigError, ModelConfig, Rules
 from kimi_jax.layout import segments
+from kimi_jax.sharding import current_mesh, placed
 
 
 @jax.tree_util.register_dataclass
@@ -49,31 +50,44 @@ class Cache:
         return self.visible.shape[1]
 
 
-def init_cache(config: ModelConfig, batch_size: int, capacity: int) -> Cache:
-    """An empty cache for `capacity` tokens a row.
+def cache_shapes(config: ModelConfig, batch_size: int, capacity: int, rules: Rules | None = None) -> Cache:
+    """`init_cache` as shapes, with their shardings on the current mesh."""
+    if batch_size < 1 or capacity < 1:
+        raise ConfigError(f"a cache needs at least one row and one slot, got {batch_size} rows and {capacity} slots")
+    dtype, mesh = jnp.dtype(config.dtype), current_mesh()
+    kda, mla = config.kda, config.mla
+    sizes = {"batch": batch_size, "heads": kda.num_heads, "head_dim": kda.head_dim}
+
+    def shape(names: str, dtype, **more: int) -> jax.ShapeDtypeStruct:
+        axes = names.split()
+        shape = tuple((sizes | more)[name] for name in axes)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placed(mesh, rules or Rules(), axes))
+
+    def run_cache(mixer: str, repeats: int, length: int) -> KDACache | MLACache:
+        stack = {"repeats": repeats, "length": length}
+        if mixer == "mla":
+            width = mla.kv_lora_rank + mla.qk_rope_head_dim
+            return MLACache(shape("repeats length batch slots latent", dtype, slots=capacity, latent=width, **stack))
+        tail = shape("repeats length batch tail heads head_dim", dtype, tail=kda.conv_size - 1, **stack)
+        exact = jnp.promote_types(dtype, jnp.float32)
+        return KDACache(shape("repeats length batch heads head_dim head_dim", exact, **stack), tail, tail, tail)
+
+    runs = tuple(
+        tuple(run_cache(run.mixer, segment.repeats, run.length) for run in segment.runs) for segment in segments(config)
+    )
+    visible = shape("batch slots", jnp.dtype(bool), slots=capacity)
+    return Cache(runs, visible, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
+
+
+def init_cache(config: ModelConfig, batch_size: int, capacity: int, rules: Rules | None = None) -> Cache:
+    """An empty cache for `capacity` tokens a row, on the current mesh if there is one.
 
     Its size is fixed: KDA state `4 * num_heads * head_dim^2` bytes a layer and row, MLA latents
     `(kv_lora_rank + qk_rope_head_dim)` numbers a layer and token.
     """
-    if batch_size < 1 or capacity < 1:
-        raise ConfigError(f"a cache needs at least one row and one slot, got {batch_size} rows and {capacity} slots")
-    dtype = jnp.dtype(config.dtype)
-    kda, mla = config.kda, config.mla
-
-    def run_cache(mixer: str, stack: tuple[int, int]) -> KDACache | MLACache:
-        if mixer == "mla":
-            return MLACache(jnp.zeros((*stack, batch_size, capacity, mla.kv_lora_rank + mla.qk_rope_head_dim), dtype))
-        tail = (*stack, batch_size, kda.conv_size - 1, kda.num_heads, kda.head_dim)
-        state = (*stack, batch_size, kda.num_heads, kda.head_dim, kda.head_dim)
-        # Separate arrays, so that a cache can be donated.
-        tails = (jnp.zeros(tail, dtype) for _ in range(3))
-        return KDACache(jnp.zeros(state, jnp.promote_types(dtype, jnp.float32)), *tails)
-
-    runs = tuple(
-        tuple(run_cache(run.mixer, (segment.repeats, run.length)) for run in segment.runs)
-        for segment in segments(config)
-    )
-    return Cache(runs, jnp.zeros((batch_size, capacity), bool), jnp.zeros((), jnp.int32))
+    shapes = cache_shapes(config, batch_size, capacity, rules)
+    # Separate arrays, so that a cache can be donated.
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
 
 
 def advance(cache: Cache, runs: tuple, documents: jax.Array) -> Cache:

@@ -8,10 +8,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from kimi_jax.cache import Cache, init_cache
-from kimi_jax.config import ConfigError
+from kimi_jax.config import ConfigError, Rules
 from kimi_jax.model import Kimi
+from kimi_jax.sharding import current_mesh, placed, relay, to_devices
 
 BUCKET = 64
 """Prompts and caches are padded to multiples of this, so that few lengths are compiled."""
@@ -26,6 +28,7 @@ def generate(
     top_p: float = 1.0,
     stop: Sequence[int] = (),
     key: jax.Array | None = None,
+    rules: Rules | None = None,
 ) -> list[list[int]]:
     """Continues each prompt; the same result as each prompt alone.
 
@@ -37,6 +40,7 @@ def generate(
         top_p: draws from the likeliest tokens whose probabilities first reach this sum.
         stop: ids that end a continuation; the stop token is not part of it.
         key: source of randomness, needed when temperature > 0.
+        rules: how rows are cut over the current mesh, if there is one.
 
     Returns:
         The new token ids of each prompt.
@@ -46,7 +50,14 @@ def generate(
     """
     out: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(
-        model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, stop=stop, key=key
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        stop=stop,
+        key=key,
+        rules=rules,
     ):
         for row, token in zip(out, tokens, strict=True):
             if token is not None:
@@ -63,29 +74,33 @@ def stream(
     top_p: float = 1.0,
     stop: Sequence[int] = (),
     key: jax.Array | None = None,
+    rules: Rules | None = None,
 ) -> Iterator[list[int | None]]:
     """`generate`, step by step: yields the next token of each prompt, None for the finished ones."""
     _check(model, prompts, max_new_tokens, temperature, top_p, key)
     key = jax.random.key(0) if key is None else key
     sample = partial(_sample, temperature=temperature, top_p=top_p)
     length = _rounded(max(len(prompt) for prompt in prompts))
-    tokens = np.zeros((len(prompts), length), np.int32)
+    mesh, rules = current_mesh(), rules or Rules()
+    rows, row = (placed(mesh, rules, names) for names in (("batch", "slots"), ("batch",)))
+    ways = 1 if row is None else row.num_devices // row.shard_shape((row.num_devices,))[0]
+    tokens = np.zeros((-(-len(prompts) // ways) * ways, length), np.int32)  # rows of padding fill up the mesh
     segment_ids = np.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts):
         # Padding goes in front, so that all rows write the same cache slot at each step.
-        tokens[row, length - len(prompt) :] = prompt
-        segment_ids[row, length - len(prompt) :] = 1
-    cache = init_cache(model.config, len(prompts), length + _rounded(max_new_tokens))
-    cache, logits = prefill(model, cache, tokens, segment_ids)
+        tokens[number, length - len(prompt) :] = prompt
+        segment_ids[number, length - len(prompt) :] = 1
+    cache = init_cache(model.config, len(tokens), length + _rounded(max_new_tokens), rules)
+    cache, logits = prefill(model, cache, *to_devices({"tokens": tokens, "segment_ids": segment_ids}, rows).values())
     done = np.zeros(len(prompts), bool)
     for step in range(max_new_tokens):
         token = np.asarray(sample(logits, jax.random.fold_in(key, step)))
-        done |= np.isin(token, list(stop))
+        done |= np.isin(token[: len(prompts)], list(stop))
         if done.all():
             return
-        yield [None if finished else int(t) for t, finished in zip(token, done, strict=True)]
+        yield [None if finished else int(t) for t, finished in zip(token, done, strict=False)]
         if step + 1 < max_new_tokens:
-            cache, logits = decode(model, cache, token)
+            cache, logits = decode(model, cache, to_devices({"token": token}, row)["token"])
 
 
 @partial(jax.jit, donate_argnums=1)
@@ -104,7 +119,8 @@ def decode(model: Kimi, cache: Cache, token: jax.Array) -> tuple[Cache, jax.Arra
 
 @partial(jax.jit, static_argnames=("temperature", "top_p"))
 def _sample(logits: jax.Array, key: jax.Array, *, temperature: float, top_p: float) -> jax.Array:
-    """Next tokens `[b]` from logits `[b, vocab]`."""
+    """Next tokens `[b]` from logits `[b, vocab]`, on every device."""
+    logits = relay(logits, P(None, None))
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)
     logits = logits / temperature

@@ -13,16 +13,28 @@ from kimi_jax.config import ConfigError
 
 
 class Metrics:
-    """Appends one JSON object a line to `metrics.jsonl`; on resume, lines of steps not in the checkpoint go."""
+    """Appends one JSON object a line to `metrics.jsonl`; on resume, lines of steps not in the checkpoint go.
 
-    def __init__(self, folder: Path, *, first_step: int, tensorboard: bool = False):
+    With several processes one writes, and the others' `Metrics` swallow what they are given.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int, tensorboard: bool = False, write: bool = True):
         self.path = folder / "metrics.jsonl"
+        self._writes, self._board = write, None
+        if not write:
+            self._file = Path(os.devnull).open("w")
+            return
         kept = [record for record in read(self.path) if record["step"] <= first_step]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(_line(record) for record in kept))
         os.replace(partial, self.path)
         self._board = _board(folder, first_step) if tensorboard else None
         self._file = self.path.open("a")
+
+    def plot(self, target: Path) -> None:
+        """Draws what has been written so far; see `plot`."""
+        if self._writes:
+            plot(self.path, target)
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         """One record: `step` counts finished steps, `kind` is train, eval or final."""

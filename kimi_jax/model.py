@@ -124,7 +124,7 @@ class Kimi(nnx.Module):
         documents = None if segment_ids is None else document_ids(relay(segment_ids, P(rows, None)))
         slots = None
         if cache is not None:
-            numbered = jnp.ones(tokens.shape, jnp.int32) if documents is None else documents
+            numbered = jnp.ones_like(tokens, jnp.int32) if documents is None else documents
             held = jax.lax.dynamic_update_slice_in_dim(cache.visible.astype(jnp.int32), numbered, cache.length, 1)
             slots = Slots(numbered, held, cache.length)
 

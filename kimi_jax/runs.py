@@ -13,14 +13,14 @@ from kimi_jax.config import Config, Source, from_dict
 from kimi_jax.data import pipeline
 from kimi_jax.data import tokenizer as tokenizers
 from kimi_jax.data.tokenizer import Tokenizer
-from kimi_jax.layers.param import arrays, with_arrays
+from kimi_jax.layers.param import arrays, place, with_arrays
 from kimi_jax.model import Kimi
+from kimi_jax.train import batch_sharding, evaluation_step, sample_text
 from kimi_jax.train import evaluate as evaluate_batches
-from kimi_jax.train import evaluation_step, sample_text
 
 
 def load(path: str | Path, step: int | None = None) -> tuple[Kimi, Config, Tokenizer]:
-    """Opens the checkpoint of a run: model, config and tokenizer.
+    """Opens the checkpoint of a run, whatever mesh wrote it, on the current one: model, config and tokenizer.
 
     Args:
         path: folder of the run, or its `checkpoints` folder.
@@ -32,7 +32,7 @@ def load(path: str | Path, step: int | None = None) -> tuple[Kimi, Config, Token
     folder = checkpoint.find(path)
     with checkpoint.opened(folder) as checkpoints:
         config = from_dict(Config, checkpoints.metadata(step)["config"])
-        template = Kimi(config.model)
+        template = place(Kimi(config.model), config.rules)
         params = checkpoints.restore({"params": arrays(template)}, step)["params"]
     return with_arrays(template, params), config, tokenizers.load(folder.parent / "tokenizer")
 
@@ -48,7 +48,7 @@ def evaluate(
         batches, problems = pipeline.eval_batches([source], tokenizer, config.data, max_tokens=max_tokens)
         if problems.counts:
             print(problems.summary(), file=sys.stderr)
-    return evaluate_batches(evaluation_step(config), arrays(model), batches)
+    return evaluate_batches(evaluation_step(config), arrays(model), batches, cut=batch_sharding(config))
 
 
 def generate(
@@ -62,7 +62,7 @@ def generate(
     seed: int = 0,
 ) -> Iterator[str]:
     """Continues `prompt` with a checkpoint; yields text as it is made."""
-    model, _, tokenizer = load(path, step)
+    model, config, tokenizer = load(path, step)
     return sample_text(
         model,
         tokenizer,
@@ -71,4 +71,5 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         key=jax.random.key(seed),
+        rules=config.rules,
     )

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kimi_jax import config as configs
 from kimi_jax.config import ConfigError, Rules
 
-WHOLE = ("head_dim", "conv", "width", "latent", "rank_out", "router")
+WHOLE = ("head_dim", "conv", "width", "latent", "rank_out", "router", "repeats", "length", "slots", "tail")
 """Logical axes that no rule may cut."""
 
 
@@ -149,6 +150,44 @@ def spec_of(x) -> P:
     """The partition in an array's type, one entry an axis; all None without a mesh."""
     partition = getattr(jax.typeof(x).sharding, "spec", P())
     return P(*partition, *[None] * (x.ndim - len(partition)))
+
+
+def process_part(sharding: NamedSharding | None, rows: int) -> tuple[int, int]:
+    """(index, count): which of equal parts of a batch's rows this process's devices hold.
+
+    Raises:
+        ConfigError: its rows are not one of equal parts.
+    """
+    if sharding is None:
+        return 0, 1
+    held = [index[0].indices(rows)[:2] for index in sharding.addressable_devices_indices_map((rows, 1)).values()]
+    first, last = min(start for start, _ in held), max(stop for _, stop in held)
+    count = last - first
+    if rows % count or first % count or sum(stop - start for start, stop in set(held)) != count:
+        raise ConfigError(
+            f"process {jax.process_index()} holds rows {sorted(set(held))} of {rows}, which are not one of equal "
+            "parts; choose mesh sizes whose batch axes (data, fsdp, expert) divide evenly over processes"
+        )
+    return first // count, rows // count
+
+
+def to_devices(batch: dict[str, np.ndarray], sharding: NamedSharding | None, part: tuple[int, int] = (0, 1)) -> dict:
+    """A process's part of the rows of a batch `[b, t]` as arrays on the mesh; the batch itself without one."""
+    if sharding is None:
+        return dict(batch)
+    index, count = part
+
+    def put(values: np.ndarray) -> jax.Array:
+        first = index * len(values)
+        shape = (count * len(values), *values.shape[1:])
+
+        def cut(where):
+            start, stop = where[0].indices(shape[0])[:2]
+            return values[(slice(start - first, stop - first), *where[1:])]
+
+        return jax.make_array_from_callback(shape, sharding, cut)
+
+    return {name: put(values) for name, values in batch.items()}
 
 
 def mesh_axes_of(*arrays) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kimi_jax import checkpoint, metrics
+from kimi_jax import checkpoint, distributed, metrics, sharding
 from kimi_jax.config import Config, ConfigError, Source, from_dict, to_dict
 from kimi_jax.data import pipeline
 from kimi_jax.data import tokenizer as tokenizers
@@ -42,8 +42,12 @@ MAY_CHANGE = {
     *(f"train.{name}" for name in ("steps", "accumulation", "eval_every", "eval_tokens", "checkpoint_every")),
     *(f"train.{name}" for name in ("keep_last", "keep_every", "spike_threshold", "max_skips", "tensorboard")),
     *(f"train.{name}" for name in ("runs_dir", "sample_prompt", "sample_tokens")),
+    *("model.moe.placement", "model.moe.transport"),
 }
 """Settings that a resumed run may change. Paths may too, as long as the data behind them are the same."""
+
+HOW = ("mesh.", "rules.", "slices.")
+"""Beginnings of settings of where a run computes: it goes on on any mesh."""
 
 ARTIFACTS = (
     *("config.json", "metrics.jsonl", "curves.png", "sample.txt", "skipped_batch.npz"),
@@ -84,16 +88,26 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
     exact = "float64" in (config.model.dtype, config.model.param_dtype)
     if exact and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ConfigError('float64 needs JAX_ENABLE_X64=1 or jax.config.update("jax_enable_x64", True)')
+    with sharding.on(sharding.make_mesh(config.mesh)):
+        return _run(config, restart)
+
+
+def _run(config: Config, restart: bool) -> dict[str, Any]:
+    """`run`, on the current mesh."""
     _keep_freed_memory()
     notebook = Console().is_jupyter  # there rich would want widgets; plain lines do
-    console = Console(highlight=False, force_jupyter=False, force_terminal=False if notebook else None)
+    terminal = False if notebook else None
+    console = Console(highlight=False, force_jupyter=False, force_terminal=terminal, quiet=not distributed.is_lead())
     folder = Path(config.train.runs_dir) / config.name
     optimizer = make_optimizer(config)
     shapes = abstract_state(config, optimizer)
+    cut = batch_sharding(config)
+    part = sharding.process_part(cut, config.data.batch_size)
     _check_folder(folder, config, checkpoint.host_bytes(shapes))
     fresh = _data(config, None, console) if restart else None  # what is refused is refused before anything is removed
-    if restart:
+    if restart and distributed.is_lead():
         _remove(folder)
+    distributed.barrier("run folder")
     with (
         _signals() as stop,
         checkpoint.opened(
@@ -117,22 +131,27 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
         tokenizer = None if saved is None else tokenizers.load(folder / "tokenizer")
         data = fresh or _data(config, tokenizer, console)
         if saved is None:
-            data.tokenizer.save(folder / "tokenizer")
+            if distributed.is_lead():
+                data.tokenizer.save(folder / "tokenizer")
         elif saved["data"] != data.fingerprint:
             raise ConfigError(
                 f"the training text is not that of the checkpoint in {folder} (documents or tokenizer changed); "
                 "restore it, or begin anew with --restart"
             )
-        batches = data.train_iterator(seed=config.train.seed)
+        batches = data.train_iterator(seed=config.train.seed, shard=part)
         if saved is None:
             state = init_state(config, optimizer)
         else:
             state = checkpoints.restore(shapes)
             batches.set_state(saved["batches"])
             console.print(f"Continuing from step {checkpoints.latest}.")
+        stop.agreed()
         stop.check(f"Stopped before the first step. The same command starts: {_command()}")
-        _write(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
-        log = metrics.Metrics(folder, first_step=int(state.step), tensorboard=config.train.tensorboard)
+        if distributed.is_lead():
+            _write(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
+        log = metrics.Metrics(
+            folder, first_step=int(state.step), tensorboard=config.train.tensorboard, write=distributed.is_lead()
+        )
         try:
             state = _loop(config, state, data, batches, checkpoints, log, folder, stop, console)
             checkpoints.wait()  # a run is finished when its last checkpoint is whole
@@ -148,6 +167,8 @@ def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, co
     train = config.train
     step_fn = _jitted_step(_unnamed(config))
     eval_step = evaluation_step(config)
+    cut = batch_sharding(config)
+    part = sharding.process_part(cut, config.data.batch_size)
     start = done = int(state.step)
     pending: tuple[int, dict, Batch] | None = None
 
@@ -167,7 +188,7 @@ def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, co
     with _Display(console, train.steps, start, config.data) as display:
         while done < train.steps:
             batch = next(batches)
-            state, results = step_fn(state, batch)
+            state, results = step_fn(state, sharding.to_devices(batch, cut, part))
             flush()
             done += 1
             pending = (done, results, batch)
@@ -176,9 +197,9 @@ def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, co
             if done % train.eval_every == 0 and not last:
                 flush()
                 some = data.validation_batches(max_tokens=train.eval_tokens)
-                log.write(done, "eval", **display.evaluated(evaluate(eval_step, state.params, some)))
-                metrics.plot(log.path, folder / "curves.png")
-            stopping = stop.signum is not None  # read once: a signal from here on waits for the next step
+                log.write(done, "eval", **display.evaluated(evaluate(eval_step, state.params, some, cut=cut)))
+                log.plot(folder / "curves.png")
+            stopping = stop.agreed()  # read once: a signal from here on waits for the next step
             if stopping or due:
                 flush()
                 save()
@@ -191,9 +212,11 @@ def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, co
 def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, Any]:
     """The last evaluation, over all validation text; the sample; the curves; the final record."""
     with console.status("Evaluating on all validation text"):
-        result = evaluate(evaluation_step(config), state.params, data.validation_batches(), stop)
+        cut = batch_sharding(config)
+        result = evaluate(evaluation_step(config), state.params, data.validation_batches(), stop, cut=cut)
     raw = data.validation_bytes()
     packed = len(lzma.compress(raw, preset=9))
+    stop.agreed()
     stop.check(f"Stopped; training is finished. The same command ends it: {_command()}")
     model = with_arrays(Kimi(config.model), state.params)
     pieces = sample_text(
@@ -204,11 +227,14 @@ def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, 
         temperature=0.8,
         top_p=0.95,
         key=jax.random.wrap_key_data(state.rng),
+        rules=config.rules,
     )
-    _write(folder / "sample.txt", config.train.sample_prompt + "".join(pieces) + "\n")
+    sample = config.train.sample_prompt + "".join(pieces) + "\n"
+    if distributed.is_lead():
+        _write(folder / "sample.txt", sample)
     final = {**result, "validation_bytes": len(raw), "xz_bits_per_byte": 8 * packed / len(raw)}
     log.write(config.train.steps, "final", **final)
-    metrics.plot(log.path, folder / "curves.png")
+    log.plot(folder / "curves.png")
     return {"step": config.train.steps, "kind": "final", **final}
 
 
@@ -232,14 +258,34 @@ def evaluation_step(config: Config):
     return _jitted_eval_step(_unnamed(config))
 
 
-def evaluate(step, params: dict, batches: Iterable[Batch], stop=None) -> dict[str, float]:
-    """Sums an evaluation step over batches: `loss` in nats a token, `bits_per_byte`, `tokens`, `bytes`."""
+def batch_sharding(config: Config) -> jax.sharding.NamedSharding | None:
+    """How a batch `[rows, t]` lies on the current mesh; None without one.
+
+    Raises:
+        ConfigError: the mesh does not divide the rows of a micro-batch, or the tokens of a row.
+    """
+    mesh = sharding.current_mesh()
+    if mesh is None:
+        return None
+    names, sizes = ("batch", "time"), dict(mesh.shape)
+    shape = (config.data.batch_size // config.train.accumulation, config.data.sequence_length)
+    what = "a micro-batch of data.batch_size / train.accumulation rows of data.sequence_length tokens"
+    sharding.check_divides(what, names, shape, sharding.spec(config.rules, names, sizes), sizes)
+    return sharding.placed(mesh, config.rules, names)
+
+
+def evaluate(step, params: dict, batches: Iterable[Batch], stop=None, cut=None) -> dict[str, float]:
+    """Sums an evaluation step over batches: `loss` in nats a token, `bits_per_byte`, `tokens`, `bytes`.
+
+    With several processes, each has all batches and hands its own rows to its devices. `cut` is `batch_sharding`.
+    """
     sums, num_bytes = [], 0
     for batch in batches:
-        if stop is not None and stop.signum is not None:
+        if stop is not None and stop.agreed():
             break  # the caller stops too, and throws the numbers away
         num_bytes += int(np.sum(batch["num_bytes"] * (batch["loss_weights"] > 0)))
-        sums.append(step(params, {key: value for key, value in batch.items() if key != "num_bytes"}))
+        batch = {key: value for key, value in batch.items() if key != "num_bytes"}
+        sums.append(step(params, sharding.to_devices(batch, cut)))
     nats, tokens = (float(sum(np.float64(part[i]) for part in sums)) for i in (0, 1))
     bits = nats / math.log(2) / max(num_bytes, 1)
     return {"loss": nats / max(tokens, 1), "bits_per_byte": bits, "tokens": tokens, "bytes": num_bytes}
@@ -262,7 +308,10 @@ def check_same(saved: dict, current: dict, folder: Path) -> None:
     changed = sorted(
         f"{key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now"
         for key in before.keys() | now.keys()
-        if before.get(key) != now.get(key) and key not in MAY_CHANGE and not key.endswith(".path")
+        if before.get(key) != now.get(key)
+        and key not in MAY_CHANGE
+        and not key.endswith(".path")
+        and not key.startswith(HOW)
     )
     if changed:
         raise ConfigError(
@@ -375,6 +424,11 @@ class _Stop:
         self.signum = signum
         print("\nStopping at the next safe point; again to stop at once.", file=sys.stderr)
 
+    def agreed(self) -> bool:
+        """Whether any process was asked to stop: all of them save, or none. A collective call."""
+        self.signum = distributed.largest(self.signum or 0) or None
+        return self.signum is not None
+
     def check(self, message: str) -> None:
         if self.signum is not None:
             raise Interrupted(self.signum, message)
@@ -414,7 +468,7 @@ def _check_folder(folder: Path, config: Config, state_bytes: int) -> None:
     """The disk can be written and holds the checkpoints to come, one in flight included."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write_test"
+        probe = folder / f".write_test_{jax.process_index()}"
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
