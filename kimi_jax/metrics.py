@@ -22,7 +22,7 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self._writes, self._board = write, None
         if not write:
-            self._file = Path(os.devnull).open("w")
+            self._file = Path(os.devnull).open("w")  # noqa: SIM115
             return
         kept = [record for record in read(self.path) if record["step"] <= first_step]
         partial = self.path.with_suffix(".partial")

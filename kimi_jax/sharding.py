@@ -160,7 +160,10 @@ def process_part(sharding: NamedSharding | None, rows: int) -> tuple[int, int]:
     """
     if sharding is None:
         return 0, 1
-    held = [index[0].indices(rows)[:2] for index in sharding.addressable_devices_indices_map((rows, 1)).values()]
+    held = [
+        index[0].indices(rows)[:2]
+        for index in sharding.addressable_devices_indices_map((rows, sharding.num_devices)).values()
+    ]
     first, last = min(start for start, _ in held), max(stop for _, stop in held)
     count = last - first
     if rows % count or first % count or sum(stop - start for start, stop in set(held)) != count:
