@@ -10,45 +10,74 @@ from jax.experimental import multihost_utils
 
 from kimi_jax.config import ConfigError
 
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
 
 def initialize() -> None:
     """Joins the processes of a run, before anything touches a device; does nothing for a single one, or twice.
 
-    Slurm, GKE, TPU pods and Open MPI are detected by JAX. Elsewhere, set in each process JAX_COORDINATOR_ADDRESS
-    (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    Slurm, GKE, TPU pods, indexed Kubernetes jobs and Open MPI are detected by JAX. Elsewhere, set in each process
+    JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
     Raises:
-        ConfigError: some of the three variables are missing, or are not numbers in range.
+        ConfigError: some of the three variables are missing, or are not numbers in range; there are several
+            processes, but JAX cannot tell which is which, or this one has used its devices already.
     """
     if jax.distributed.is_initialized():
         return
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    values = {name: os.environ.get(name, "") for name in names}
-    if any(values.values()):
-        missing = [name for name, value in values.items() if not value]
-        if missing:
-            raise ConfigError(f"{', '.join(v for v in names if v not in missing)} set, but not {', '.join(missing)}")
-        try:
-            count, index = int(values[names[1]]), int(values[names[2]])
-        except ValueError as error:
-            raise ConfigError(f"{names[1]}={values[names[1]]!r} and {names[2]}={values[names[2]]!r}: {error}") from None
-        if not 0 <= index < count:
-            raise ConfigError(f"JAX_PROCESS_ID={index} must lie from 0 to JAX_NUM_PROCESSES - 1 = {count - 1}")
-        jax.distributed.initialize(values[names[0]], count, index)
-    elif _scheduled():
-        jax.distributed.initialize()
+    named, count = _named(), _processes()
+    if named is not None:
+        count = named[1]
+    if count == 1:
+        return  # a service for one process would listen for nobody; and JAX would give it one GPU of Slurm's many
+    try:
+        jax.distributed.initialize(*named or ())
+    except ValueError as error:  # JAX found nothing
+        if count is not None:
+            raise ConfigError(
+                f"the environment speaks of {count} processes, but {error} Set {', '.join(VARIABLES)} in each"
+            ) from error
+    except RuntimeError as error:
+        if "must be called before" not in str(error):
+            raise
+        if count is not None:
+            raise ConfigError(
+                f"{count} processes cannot join: this one has used its devices already; call "
+                "kimi_jax.distributed.initialize() before anything else of JAX"
+            ) from error
 
 
-def _scheduled() -> bool:
-    """Whether a scheduler started several processes."""
+def _named() -> tuple[str, int, int] | None:
+    """Coordinator, number of processes and this one's index, as three variables name them."""
+    values = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    if not values:
+        return None
+    if len(values) < len(VARIABLES):
+        raise ConfigError(f"{', '.join(values)} set, but not {', '.join(n for n in VARIABLES if n not in values)}")
+    address, *numbers = values.values()
+    if not all(number.isdecimal() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
+        raise ConfigError(
+            f"JAX_PROCESS_ID={numbers[1]} must be a number from 0 to JAX_NUM_PROCESSES - 1, of which there are "
+            f"{numbers[0]}"
+        )
+    if not address.rpartition(":")[2].isdecimal():
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address} must be host:port of process 0, e.g. 10.0.0.1:8476")
+    return address, int(numbers[0]), int(numbers[1])
 
-    def several(name: str) -> bool:
-        return os.environ.get(name, "1") not in ("", "0", "1")
 
-    hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
-    return (
-        several("SLURM_NTASKS") or several("OMPI_COMM_WORLD_SIZE") or several("MEGASCALE_NUM_SLICES") or len(hosts) > 1
-    )
+def _processes() -> int | None:
+    """How many processes a scheduler started; None where only JAX can find out."""
+    env = os.environ
+    if "SLURM_STEP_NODELIST" in env:  # not so in a batch script itself, which is one process whatever the job has
+        return int(env.get("SLURM_NTASKS", 1))
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        return int(env["OMPI_COMM_WORLD_SIZE"])
+    hosts = env.get("TPU_PROCESS_ADDRESSES", env.get("TPU_WORKER_HOSTNAMES"))
+    if hosts is not None:
+        return max(1, len([host for host in hosts.split(",") if host])) * int(env.get("MEGASCALE_NUM_SLICES") or 1)
+    if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" not in env:
+        return 1  # a pod of its own, of which JAX would ask whose job it is
+    return None
 
 
 def is_lead() -> bool:

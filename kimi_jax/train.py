@@ -85,6 +85,7 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
         Interrupted: after Ctrl-C or SIGTERM; the state is saved.
         TooManySkips: the last good checkpoint is kept, and the batch is in `skipped_batch.npz`.
     """
+    distributed.initialize()
     exact = "float64" in (config.model.dtype, config.model.param_dtype)
     if exact and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ConfigError('float64 needs JAX_ENABLE_X64=1 or jax.config.update("jax_enable_x64", True)')
