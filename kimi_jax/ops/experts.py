@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Backend = Literal["blocks", "ragged"]
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
@@ -23,7 +24,7 @@ class Layout(NamedTuple):
     pair: jax.Array  # [rows] the pair in each row; M in a row of padding
     row: jax.Array  # [n, k] the row of each pair
     groups: jax.Array  # [blocks] the group of each block, or, without blocks, [groups] the rows of each group
-    used: jax.Array | int = 0  # with blocks: the first `used` hold rows, the rest are padding
+    ends: jax.Array | None = None  # with blocks: [groups] where each group's blocks end; what follows is padding
 
 
 def vary_like(x: jax.Array, *like: jax.Array) -> jax.Array:
@@ -72,7 +73,7 @@ def lay_out(
     numbers = jnp.arange(num_blocks, dtype=jnp.int32)
     owner = jnp.searchsorted(ends, numbers, side="right", method="compare_all").astype(jnp.int32)
     seats = seat(pair, place, num_blocks * block, shape)
-    return Layout(*seats, jnp.minimum(owner, num_groups - 1), ends[-1])
+    return Layout(*seats, jnp.minimum(owner, num_groups - 1), ends)
 
 
 @jax.custom_vjp
@@ -152,38 +153,45 @@ def _ragged_matmul(rows, w, sizes):
     return jax.lax.ragged_dot(rows, w, sizes, preferred_element_type=wide).astype(rows.dtype)
 
 
-def grouped_mlp(rows: jax.Array, matrices: Matrices, layout: Layout, activation: Activation, block: int) -> jax.Array:
-    """[rows, d] -> [rows, d]: each row through its group's expert, without a gradient; see `grouped_mlp_grad`."""
+def grouped_mlp(
+    rows: jax.Array, parts: Sequence[Matrices], layout: Layout, activation: Activation, block: int
+) -> jax.Array:
+    """[rows, d] -> [rows, d]: each row through its group's expert, without a gradient; see `grouped_mlp_grad`.
+
+    Several parts hold the experts of consecutive groups: with blocks they need not be copied together.
+    """
     if not block:
-        return _mlp(partial(_ragged_matmul, sizes=layout.groups), rows, matrices, activation)
-
-    def step(i, out):
-        chosen = [w[layout.groups[i]] for w in matrices]
-        return out.at[i].set(_mlp(_narrow_dot, blocks[i], chosen, activation))
-
+        return _mlp(partial(_ragged_matmul, sizes=layout.groups), rows, _whole(parts), activation)
     blocks = rows.reshape(-1, block, rows.shape[1])
-    zero = vary_like(jnp.zeros_like(blocks), blocks, layout.groups, *matrices)
-    return jax.lax.fori_loop(0, layout.used, step, zero).reshape(rows.shape)
+    out = vary_like(jnp.zeros_like(blocks), blocks, layout.groups, *parts[0])
+    for matrices, offset, begin, end in _spans(parts, layout):
+
+        def step(i, out, matrices=matrices, offset=offset):
+            chosen = [w[layout.groups[i] - offset] for w in matrices]
+            return out.at[i].set(_mlp(_narrow_dot, blocks[i], chosen, activation))
+
+        out = jax.lax.fori_loop(begin, end, step, out)
+    return out.reshape(rows.shape)
 
 
 def grouped_mlp_grad(
     rows: jax.Array,
     share: jax.Array,
     d_out: jax.Array,
-    matrices: Matrices,
+    parts: Sequence[Matrices],
     layout: Layout,
     activation: Activation,
     block: int,
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+) -> tuple[jax.Array, jax.Array, list[list[jax.Array]]]:
     """Gradients of sum(d_out * share * grouped_mlp(rows)), which is computed anew: nothing of it need be kept.
 
     Args:
       rows, d_out: [rows, d].
       share: [rows], at least float32.
-      matrices, layout, activation, block: as in `grouped_mlp`.
+      parts, layout, activation, block: as in `grouped_mlp`.
 
     Returns:
-      Of rows, in their dtype; of share; of each matrix, in at least float32.
+      Of rows, in their dtype; of share; of each part's matrices, in at least float32.
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     if not block:
@@ -193,24 +201,45 @@ def grouped_mlp_grad(
             return jax.lax.ragged_dot_general(a, b, layout.groups, contract, preferred_element_type=wide)
 
         dot = partial(_ragged_matmul, sizes=layout.groups)
-        return _mlp_grad(dot, outer, rows, share, d_out, matrices, activation)
-
-    def step(i, carry):
-        d_rows, d_share, d_matrices = carry
-        expert = layout.groups[i]
-        chosen = [w[expert] for w in matrices]
-        d_row, d_s, d_chosen = _mlp_grad(
-            _narrow_dot, lambda a, b: _dot(a.T, b), blocks[i], shares[i], d_blocks[i], chosen, activation
-        )
-        d_matrices = [d_w.at[expert].add(d) for d_w, d in zip(d_matrices, d_chosen, strict=True)]
-        return d_rows.at[i].set(d_row), d_share.at[i].set(d_s), d_matrices
-
+        d_rows, d_share, d_whole = _mlp_grad(dot, outer, rows, share, d_out, _whole(parts), activation)
+        cuts = np.cumsum([matrices[0].shape[0] for matrices in parts])[:-1]
+        return d_rows, d_share, [list(part) for part in zip(*(jnp.split(d, cuts) for d in d_whole), strict=True)]
     blocks, d_blocks = (a.reshape(-1, block, a.shape[1]) for a in (rows, d_out))
     shares = share.reshape(-1, block)
-    zero = jnp.zeros_like(blocks), jnp.zeros_like(shares), [jnp.zeros(w.shape, wide) for w in matrices]
-    zero = jax.tree.map(lambda a: vary_like(a, blocks, d_blocks, shares, layout.groups, *matrices), zero)
-    d_rows, d_share, d_matrices = jax.lax.fori_loop(0, layout.used, step, zero)
-    return d_rows.reshape(rows.shape), d_share.reshape(share.shape), d_matrices
+
+    def zeros(shape, dtype):
+        return vary_like(jnp.zeros(shape, dtype), blocks, d_blocks, shares, layout.groups, *parts[0])
+
+    d_rows, d_share, d_parts = zeros(blocks.shape, blocks.dtype), zeros(shares.shape, shares.dtype), []
+    for matrices, offset, begin, end in _spans(parts, layout):
+
+        def step(i, carry, matrices=matrices, offset=offset):
+            d_rows, d_share, d_matrices = carry
+            expert = layout.groups[i] - offset
+            chosen = [w[expert] for w in matrices]
+            d_row, d_s, d_chosen = _mlp_grad(
+                _narrow_dot, lambda a, b: _dot(a.T, b), blocks[i], shares[i], d_blocks[i], chosen, activation
+            )
+            d_matrices = [d_w.at[expert].add(d) for d_w, d in zip(d_matrices, d_chosen, strict=True)]
+            return d_rows.at[i].set(d_row), d_share.at[i].set(d_s), d_matrices
+
+        carry = d_rows, d_share, [zeros(w.shape, wide) for w in matrices]
+        d_rows, d_share, d_matrices = jax.lax.fori_loop(begin, end, step, carry)
+        d_parts.append(d_matrices)
+    return d_rows.reshape(rows.shape), d_share.reshape(share.shape), d_parts
+
+
+def _spans(parts, layout):
+    """Of each part: its matrices, its first group, its first block and where its blocks end."""
+    group, block = 0, 0
+    for matrices in parts:
+        end = layout.ends[group + matrices[0].shape[0] - 1]
+        yield matrices, group, block, end
+        group, block = group + matrices[0].shape[0], end
+
+
+def _whole(parts):
+    return [jnp.concatenate(part) for part in zip(*parts, strict=True)] if len(parts) > 1 else parts[0]
 
 
 def _narrow_dot(a, b):
@@ -297,7 +326,7 @@ def expert_mlp(
     rows = dispatch(x, layout)
     if backend == "blocks":
         rows = rows.reshape(-1, block, d)
-        matmul = partial(_block_matmul, owner=layout.groups, used=jnp.asarray(layout.used))
+        matmul = partial(_block_matmul, owner=layout.groups, used=layout.ends[-1])
     else:
         matmul = partial(_ragged_matmul, sizes=layout.groups)
     w_gate, w_up, w_down = (w.astype(x.dtype) for w in (w_gate, w_up, w_down))

@@ -179,13 +179,15 @@ def routes(indices: jax.Array, num_experts: int, axis: str, balance: Balance, bl
     return Routes(rows, weights, order[me], source, slots)
 
 
-def capacity(num_rows: int, num_ranks: int) -> int:
-    """Rows between a pair of ranks in one round: an even share and a quarter more, in eights."""
-    return min(-(-5 * num_rows // (4 * num_ranks) // 8) * 8, num_rows)
-
-
 def move(
-    rows: jax.Array, traffic: Traffic, num_rows: int, *, axis: str, transport: Transport, overlap: bool = False
+    rows: jax.Array,
+    traffic: Traffic,
+    num_rows: int,
+    *,
+    axis: str,
+    transport: Transport,
+    window: int,
+    overlap: bool = False,
 ) -> jax.Array:
     """Moves slices of rows between the ranks of an axis, and sums slices that land on each other.
 
@@ -196,10 +198,11 @@ def move(
       traffic: which slices; the same on all ranks.
       num_rows: of the result.
       axis: mesh axis.
-      transport: "gather" gathers all buffers everywhere, the reference. "a2a" is a dense all-to-all of `capacity` rows
-        per pair of ranks, as often as the largest slice needs, so no slice is too large for it and it takes the memory
-        of an even one. "ragged" is `lax.ragged_all_to_all`, which moves the slices and nothing else: GPUs and most TPU
+      transport: "gather" is an all-gather of windows of the buffers, the reference. "a2a" is a dense all-to-all of
+        windows of the slices, as many times as the largest slice needs: none is too large, and memory is a window for
+        each rank. "ragged" is `lax.ragged_all_to_all`, which moves the slices and nothing else: GPUs and most TPU
         slices have it, CPUs do not.
+      window: rows between a pair of ranks at a time, at most n and num_rows; not for "ragged".
       overlap: whether slices may land on each other.
 
     Returns:
@@ -207,10 +210,10 @@ def move(
     """
     start, size, land = traffic
     r, me = size.shape[0], jax.lax.axis_index(axis)
+    empty = experts.vary_like(jnp.zeros((num_rows, rows.shape[1]), rows.dtype), rows, size)
     if transport == "ragged":
         # This collective checks nothing: sizes never leave the buffers, and the clamp lets no error turn into one.
         size = jnp.clip(size, 0, min(rows.shape[0], num_rows))
-        empty = experts.vary_like(jnp.zeros((num_rows, *rows.shape[1:]), rows.dtype), rows, size)
 
         def exchange(size):
             slices = start[me], size[me], land[me], size[:, me]
@@ -221,39 +224,38 @@ def move(
         turn = jnp.cumsum(size > 0, axis=0, dtype=jnp.int32)  # a destination hears one source at a time
         turns = _same_number(jnp.max(turn), axis)
         return jax.lax.fori_loop(0, turns, lambda i, out: out + exchange(jnp.where(turn == i + 1, size, 0)), empty)
-    each = capacity(min(rows.shape[0], num_rows), r)
-    numbers = jnp.arange(each, dtype=jnp.int32)
-    rounds = -(-jnp.max(size) // each)
+    numbers = jnp.arange(window, dtype=jnp.int32)
     if transport == "gather":
-        everywhere, sources = jax.lax.all_gather(rows, axis), jnp.arange(r)[:, None]
+        first, last = jnp.zeros_like(start), jnp.max(jnp.where(size > 0, start + size, 0))
 
-        def receive(begin):
-            return everywhere.at[sources, start[:, me, None] + begin + numbers].get(mode="clip")
+        def exchange(i):
+            return jax.lax.all_gather(rows.at[i * window + numbers].get(mode="clip"), axis)
 
     elif transport == "a2a":
-        rounds = _same_number(rounds, axis)
+        first, last = start, jnp.max(size)
 
-        def receive(begin):
-            sent = rows.at[start[me][:, None] + begin + numbers].get(mode="clip")
+        def exchange(i):
+            sent = rows.at[start[me][:, None] + i * window + numbers].get(mode="clip")
             return jax.lax.all_to_all(sent, axis, 0, 0, tiled=True)
 
     else:
         raise ValueError(f'transport={transport!r} is unknown; use "gather", "a2a" or "ragged"')
 
     def round_(i, out):
-        got = receive(i * each)
-        valid = i * each + numbers < size[:, me, None]
+        got = exchange(i)
 
         def put(p, out):
-            at = land[p, me] + i * each
-            new = jax.lax.dynamic_slice_in_dim(out, at, each) + jnp.where(valid[p][:, None], got[p], 0)
+            ahead = first[p, me] + i * window - start[p, me]  # the window's begin, in the slice
+            at = jnp.clip(land[p, me] + ahead, 0, num_rows - window)
+            source = at - land[p, me] + numbers  # what belongs there, in the slice
+            valid = (source >= jnp.maximum(ahead, 0)) & (source < jnp.minimum(ahead + window, size[p, me]))
+            new = jnp.where(valid[:, None], got[p].at[source - ahead].get(mode="clip"), 0)
+            new = jax.lax.dynamic_slice_in_dim(out, at, window) + new
             return jax.lax.dynamic_update_slice_in_dim(out, new, at, 0)
 
         return jax.lax.fori_loop(0, r, put, out)
 
-    # A slice's last round is partly empty, and may reach beyond the end.
-    out = experts.vary_like(jnp.zeros((num_rows + each, rows.shape[1]), rows.dtype), rows, size)
-    return jax.lax.fori_loop(0, rounds, round_, out)[:num_rows]
+    return jax.lax.fori_loop(0, _same_number(-(-last // window), axis), round_, empty)
 
 
 def _same_number(turns: jax.Array, axis: str) -> jax.Array:
@@ -273,33 +275,51 @@ class _Settings(NamedTuple):
     block: int
     lend: bool
 
-    def move(self, rows: jax.Array, traffic: Traffic, num_rows: int, overlap: bool = False) -> jax.Array:
-        return move(rows, traffic, num_rows, axis=self.axis, transport=self.transport, overlap=overlap)
+    num_rows: int
+    """On a rank, at most."""
+
+    def move_rows(self, rows: jax.Array, traffic: Traffic, num_rows: int) -> jax.Array:
+        """In windows of an even share and a quarter more."""
+        n, r = min(rows.shape[0], num_rows), traffic.size.shape[0]
+        window = n if self.transport == "gather" else min(n, _eights(-(-5 * n // (4 * r))))
+        return move(rows, traffic, num_rows, axis=self.axis, transport=self.transport, window=window)
+
+    def move_experts(self, w: jax.Array, traffic: Traffic, overlap: bool = False) -> jax.Array:
+        """Lines of matrices travel, so that a window can be less than an expert: all together are a home's at most."""
+        m, lines, columns = w.shape
+        even = m * lines / traffic.size.shape[0]
+        window = min(m * lines, _eights(int(max(even / 4, min(even, lines)))))
+        flat = w.reshape(m * lines, columns)
+        options = dict(axis=self.axis, transport=self.transport, window=window, overlap=overlap)
+        return move(flat, traffic.times(lines), m * lines, **options).reshape(w.shape)
+
+
+def _eights(n: int) -> int:
+    return -(-n // 8) * 8
 
 
 _WIDTH = (1, 1, 2)
 """Where w_gate, w_up and w_down have the experts' own model width."""
 
 
-def _fetch(s: _Settings, w: jax.Array, width: int, dtype, way: Routes) -> jax.Array:
-    """[m, ..] home experts of this rank -> [2m, ..] those it computes, in the dtype of the product."""
+def _fetch(s: _Settings, w: jax.Array, width: int, dtype, way: Routes) -> list[jax.Array]:
+    """[m, ..] home experts of this rank -> those it computes, home and borrowed, in the dtype of the product."""
     w = w.astype(dtype)
     if s.gather_axes:
         w = jax.lax.all_gather(w, s.gather_axes, axis=width, tiled=True)
-    if not s.lend:
-        return w
-    m, lines, columns = w.shape  # lines of matrices travel, so that a round can take a part of one
-    lent = s.move(w[way.order].reshape(-1, columns), way.weights.times(lines), m * lines)
-    return jnp.concatenate([w, lent.reshape(w.shape)])
+    return [w, s.move_experts(w[way.order], way.weights)] if s.lend else [w]
 
 
-def _return(s: _Settings, d_w: jax.Array, w: jax.Array, width: int, way: Routes) -> jax.Array:
+def _fetch_all(s: _Settings, matrices, dtype, way: Routes) -> list[experts.Matrices]:
+    parts = [_fetch(s, w, width, dtype, way) for w, width in zip(matrices, _WIDTH, strict=True)]
+    return list(zip(*parts, strict=True))
+
+
+def _return(s: _Settings, d_parts, w: jax.Array, width: int, way: Routes) -> jax.Array:
     """Transpose of `_fetch`: sums an expert's gradients where it lives, in at least float32 throughout."""
-    if s.lend:
-        m, lines, columns = w.shape[0], *d_w.shape[1:]
-        d_lent = s.move(d_w[m:].reshape(-1, columns), way.weights.back.times(lines), m * lines, overlap=True)
-        d_w = d_w[:m] + d_lent.reshape(m, lines, columns)[_by_rank(way.order)]
-    d_w = d_w.astype(jnp.promote_types(w.dtype, d_w.dtype))
+    d_w, *d_lent = d_parts
+    if d_lent:
+        d_w = d_w + s.move_experts(d_lent[0], way.weights.back, overlap=True)[_by_rank(way.order)]
     if s.gather_axes:
         d_w = jax.lax.psum_scatter(d_w, s.gather_axes, scatter_dimension=width, tiled=True)
     repeated = tuple(sorted(varying(d_w) - varying(w)))
@@ -307,32 +327,33 @@ def _return(s: _Settings, d_w: jax.Array, w: jax.Array, width: int, way: Routes)
 
 
 def _forward(s: _Settings, x, weights, matrices, way: Routes):
-    held = [_fetch(s, w, width, x.dtype, way) for w, width in zip(matrices, _WIDTH, strict=True)]
-    num_rows = way.slots.row.shape[0]
-    rows = s.move(experts.dispatch(x, way.source), way.rows, num_rows)
+    held = _fetch_all(s, matrices, x.dtype, way)
+    rows = s.move_rows(experts.dispatch(x, way.source), way.rows, s.num_rows)
     rows = experts.grouped_mlp(experts.dispatch(rows, way.slots), held, way.slots, s.activation, s.block)
-    rows = s.move(experts.collect(rows, way.slots), way.rows.back, weights.size)
+    rows = s.move_rows(experts.collect(rows, way.slots), way.rows.back, weights.size)
     return experts.combine(rows, weights, way.source)
 
 
 def _backward(s: _Settings, inputs, d_y):
     """Computes the rows anew, and the routing weights' gradients where the outputs are, so these need not travel."""
-    x, weights, matrices, way = inputs
-    held = [_fetch(s, w, width, x.dtype, way) for w, width in zip(matrices, _WIDTH, strict=True)]
-    num_rows = way.slots.row.shape[0]
+    # As in jax.checkpoint: without it the compiler would take the rows and weights of the forward pass, and keep them.
+    (x, weights, matrices, way), d_y = jax.lax.optimization_barrier((inputs, d_y))
+    held = _fetch_all(s, matrices, x.dtype, way)
 
     def there(rows):
-        return experts.dispatch(s.move(rows, way.rows, num_rows), way.slots)
+        return experts.dispatch(s.move_rows(rows, way.rows, s.num_rows), way.slots)
 
     def back(rows):
-        return s.move(experts.collect(rows, way.slots), way.rows.back, weights.size)
+        return s.move_rows(experts.collect(rows, way.slots), way.rows.back, weights.size)
 
     rows, d_out = (there(experts.dispatch(a, way.source)) for a in (x, d_y))
     share = there(weights.reshape(-1, 1)[way.source.pair])[:, 0]
     d_rows, d_share, d_held = experts.grouped_mlp_grad(rows, share, d_out, held, way.slots, s.activation, s.block)
     d_x = experts.collect(back(d_rows), way.source)
     d_weights = back(d_share[:, None])[way.source.row, 0]
-    d_matrices = [_return(s, d, w, width, way) for d, w, width in zip(d_held, matrices, _WIDTH, strict=True)]
+    d_parts = zip(*d_held, strict=True)
+    # The barrier has made all one type; these are to have their own.
+    d_matrices = [_return(s, d, w, width, way) for d, w, width in zip(d_parts, inputs[2], _WIDTH, strict=True)]
     return d_x, d_weights, tuple(d_matrices), None
 
 
@@ -395,7 +416,7 @@ def expert_parallel_mlp(
     num_rows = indices.size if lend else r * x.shape[0] * min(indices.shape[1], m)
     _, block = experts.choose_backend(backend, indices.size, m)
     way = checkpoint_name(routes(indices, m * r, axis, balance, block, num_rows), "plan")
-    settings = _Settings(activation, axis, gather_axes, transport, block, lend)
+    settings = _Settings(activation, axis, gather_axes, transport, block, lend, num_rows)
     run = jax.custom_vjp(partial(_forward, settings))
     run.defvjp(lambda *args: (_forward(settings, *args), args), partial(_backward, settings))
     return run(x, weights, matrices, way)
