@@ -18,12 +18,26 @@ from jax import lax
 
 from kimi_jax.ops import conv, segments
 from kimi_jax.ops import kda as kda_op
+from kimi_jax.sharding import vary, varying
 
 
-def local_span(x: jax.Array, t: int, axis: str | None) -> jax.Array:
-    """This device's t places of x [b, T, ..], a whole row's."""
-    _check_row(x, t, axis)
-    return x if axis is None else lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * t, t, axis=1)
+def local_span(documents: jax.Array | None, t: int, axis: str | None) -> jax.Array | None:
+    """This device's t places of a whole row's documents [b, T]; None for None.
+
+    Raises:
+      ValueError: documents that are not of as many tokens as all spans together.
+    """
+    return None if documents is None else _local(documents, t, axis)
+
+
+def _local(row, t, axis):
+    shards = 1 if axis is None else lax.axis_size(axis)
+    if row.shape[1] != shards * t:
+        raise ValueError(
+            f"documents {list(row.shape)} are of {row.shape[1]} tokens, but {shards} spans of {t} make {shards * t}; "
+            "give those of the whole row on each device"
+        )
+    return row if axis is None else lax.dynamic_slice_in_dim(row, lax.axis_index(axis) * t, t, axis=1)
 
 
 def short_conv(x: jax.Array, weight: jax.Array, *, documents: jax.Array | None, axis: str | None) -> jax.Array:
@@ -44,7 +58,7 @@ def short_conv(x: jax.Array, weight: jax.Array, *, documents: jax.Array | None, 
       ValueError: documents that are not of as many tokens as all spans together.
     """
     t, before = x.shape[1], weight.shape[-1] - 1
-    here = None if documents is None else local_span(documents, t, axis)
+    here = local_span(documents, t, axis)
     if axis is None or before == 0:
         return conv.short_conv(x, weight, segment_ids=here)[0]
     shards = lax.axis_size(axis)
@@ -102,8 +116,8 @@ def kda(
     """
     t, size = k.shape[1], k.shape[-1]
     if documents is not None:
-        resets = local_span(segments.resets(documents), t, axis)
-        q, k, v, g, beta = kda_op.mask_documents(q, k, v, g, beta, local_span(documents, t, axis), resets)
+        here, resets = (_local(row, t, axis) for row in (documents, segments.resets(documents)))
+        q, k, v, g, beta = kda_op.mask_documents(q, k, v, g, beta, here, resets)
     if axis is None:
         return kda_op.kda(q, k, v, g, beta, scale=scale, chunk_size=chunk_size)
     o, reads, transition, written = kda_op.span(q, k, v, g, beta, scale=scale, chunk_size=chunk_size)
@@ -118,34 +132,32 @@ def kda(
     return o.astype(v.dtype), lax.psum(after, axis)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gather_latents(latent: jax.Array, axis: str | None) -> jax.Array:
+def gather_latents(latent: jax.Array, axis: str | None, axes: tuple[str, ...] = ()) -> jax.Array:
     """[b, t, r] of each device -> [b, T, r] of the whole row, on each device.
 
     What attention needs of other devices' tokens: a few hundred numbers each, from which every head's keys and
     values are made here. Gradients are summed over devices in at least float32.
+
+    Args:
+      latent: [b, t, r], this device's span.
+      axis: the mesh axis of the spans, or None.
+      axes: mesh axes over which the row is used differently, such as those of heads.
     """
-    return latent if axis is None else lax.all_gather(latent, axis, axis=1, tiled=True)
+    return _gather(latent, axis, axes)
 
 
-def _gather_forward(latent, axis):
-    return gather_latents(latent, axis), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(latent, axis, axes):
+    return vary(latent if axis is None else lax.all_gather(latent, axis, axis=1, tiled=True), axes)
 
 
-def _gather_backward(axis, _, d_row):
-    if axis is None:
-        return (d_row,)
-    wide = d_row.astype(jnp.promote_types(d_row.dtype, jnp.float32))
-    return (lax.psum_scatter(wide, axis, scatter_dimension=1, tiled=True).astype(d_row.dtype),)
+def _gather_backward(axis, axes, like, d_row):
+    d_row = d_row.astype(jnp.promote_types(like.dtype, jnp.float32))
+    repeated = tuple(name for name in axes if name != axis and name not in varying(like))
+    if axis is not None:
+        d_row = lax.psum_scatter(d_row, axis, scatter_dimension=1, tiled=True)
+    return ((lax.psum(d_row, repeated) if repeated else d_row).astype(like.dtype),)
 
 
-gather_latents.defvjp(_gather_forward, _gather_backward)
-
-
-def _check_row(x, t, axis):
-    shards = 1 if axis is None else lax.axis_size(axis)
-    if x.shape[1] != shards * t:
-        raise ValueError(
-            f"documents {list(x.shape)} are of {x.shape[1]} tokens, but {shards} spans of {t} make {shards * t}; "
-            "give those of the whole row on each device"
-        )
+# An empty array carries the dtype and mesh axes of the latents to the backward pass.
+_gather.defvjp(lambda latent, axis, axes: (_gather(latent, axis, axes), latent[:0]), _gather_backward)
