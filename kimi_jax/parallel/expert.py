@@ -277,6 +277,8 @@ class _Settings(NamedTuple):
 
     num_rows: int
     """On a rank, at most."""
+    weight_axes: frozenset[str]
+    """Mesh axes over which expert weights differ. Residuals of a scan may forget it."""
 
     def move_rows(self, rows: jax.Array, traffic: Traffic, num_rows: int) -> jax.Array:
         """In windows of an even share and a quarter more."""
@@ -322,7 +324,7 @@ def _return(s: _Settings, d_parts, w: jax.Array, width: int, way: Routes) -> jax
         d_w = d_w + s.move_experts(d_lent[0], way.weights.back, overlap=True)[_by_rank(way.order)]
     if s.gather_axes:
         d_w = jax.lax.psum_scatter(d_w, s.gather_axes, scatter_dimension=width, tiled=True)
-    repeated = tuple(sorted(varying(d_w) - varying(w)))
+    repeated = tuple(sorted(varying(d_w) - s.weight_axes))
     return (jax.lax.psum(d_w, repeated) if repeated else d_w).astype(w.dtype)
 
 
@@ -416,7 +418,7 @@ def expert_parallel_mlp(
     num_rows = indices.size if lend else r * x.shape[0] * min(indices.shape[1], m)
     _, block = experts.choose_backend(backend, indices.size, m)
     way = checkpoint_name(routes(indices, m * r, axis, balance, block, num_rows), "plan")
-    settings = _Settings(activation, axis, gather_axes, transport, block, lend, num_rows)
+    settings = _Settings(activation, axis, gather_axes, transport, block, lend, num_rows, varying(w_gate))
     run = jax.custom_vjp(partial(_forward, settings))
     run.defvjp(lambda *args: (_forward(settings, *args), args), partial(_backward, settings))
     return run(x, weights, matrices, way)
