@@ -11,7 +11,7 @@ import optax
 
 from kimi_jax.config import OptimConfig
 from kimi_jax.layers.param import AdamW, Declaration, Muon, QKClip, Rule
-from kimi_jax.optim.muon import block_shape, scale_by_muon
+from kimi_jax.optim.muon import MuonState, block_shape, scale_by_muon
 from kimi_jax.optim.qk_clip import qk_clip
 from kimi_jax.optim.schedule import cosine_with_warmup
 
@@ -25,12 +25,14 @@ def rule_label(rule: Rule) -> str:
     return "balanced"
 
 
-def _partition(transforms, labels: dict[str, str]) -> optax.GradientTransformation:
+def _partition(transforms, labels: dict[str, str]) -> optax.GradientTransformationExtraArgs:
     """Each group of leaves through its own transformation, which sees a dict of these leaves alone.
 
     Unlike `optax.partition`, whose groups are the whole tree with placeholders, the state holds arrays under
     `{label}...{path}` and nothing else: what a checkpoint lists.
     """
+
+    transforms = {group: optax.with_extra_args_support(transform) for group, transform in transforms.items()}
 
     def select(values, group):
         return {path: values[path] for path, label in labels.items() if label == group}
@@ -41,15 +43,15 @@ def _partition(transforms, labels: dict[str, str]) -> optax.GradientTransformati
             raise ValueError(f"parameters differ from their declarations: missing {missing}, undeclared {extra}")
         return {group: transform.init(select(params, group)) for group, transform in transforms.items()}
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, **extra):
         assert params is not None
         results, states = {}, {}
         for group, transform in transforms.items():
-            part, states[group] = transform.update(select(updates, group), state[group], select(params, group))
-            results |= part
+            part, states[group] = transform.update(select(updates, group), state[group], select(params, group), **extra)
+            results |= part  # type: ignore[operator]
         return results, states
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _at_least_float32(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
@@ -64,6 +66,23 @@ def _at_least_float32(inner: optax.GradientTransformationExtraArgs) -> optax.Gra
         return inner.update(promote(updates), state, promote(params), **extra)
 
     return optax.GradientTransformationExtraArgs(lambda params: inner.init(promote(params)), update)
+
+
+def _skippable(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Lets `update` take `accept`, a boolean scalar: where false, the state stays as it was."""
+
+    def update(updates, state, params=None, *, accept=None, **extra):
+        updates, new = inner.update(updates, state, params, accept=accept, **extra)
+        if accept is not None:
+            new = jax.tree.map(
+                lambda a, b: a if isinstance(a, MuonState) else jnp.where(accept, a, b),  # Muon has chosen, in place
+                new,
+                state,
+                is_leaf=lambda node: isinstance(node, MuonState),
+            )
+        return updates, new
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def build(
@@ -82,8 +101,11 @@ def build(
         mla_rows: path -> rows of `max_logits`, for every parameter with a clip (see `qk_clip`).
 
     Returns:
-        A transformation of flat dicts {path: array}. `update(grads, state, params, max_logits=...)` with
-        max_logits [MLA layers, h]. State and updates are at least float32.
+        A transformation of flat dicts {path: array}. `update(grads, state, params, max_logits=..., accept=...)` with
+        max_logits [MLA layers, h] and, if the step may be skipped, a boolean scalar: where false the state stays.
+        (A choice between two states made by the caller would keep both in memory.) The updates are then the
+        caller's to drop: `where(accept, params + updates, params)` is elementwise and needs no copy.
+        State and updates are at least float32, and sharded as the parameters are.
     """
     labels = {path: rule_label(declared.rule) for path, declared in declarations.items()}
     rules = {path: declared.rule for path, declared in declarations.items() if isinstance(declared.rule, Muon)}
@@ -97,17 +119,19 @@ def build(
         "balanced": optax.set_to_zero(),
     }
     rate = cosine_with_warmup(config.learning_rate, steps, config.warmup_fraction)
-    return _at_least_float32(
-        optax.chain(
-            _partition(groups, labels),
-            optax.scale_by_learning_rate(rate),
-            qk_clip(config.qk_clip, clips, mla_rows),
-        )
+    chain = optax.chain(
+        _partition(groups, labels),
+        optax.scale_by_learning_rate(rate),
+        qk_clip(config.qk_clip, clips, mla_rows),
     )
+    return _skippable(_at_least_float32(chain))
 
 
 def update_rms(updates: dict[str, jax.Array], declarations: dict[str, Declaration]) -> dict[str, jax.Array]:
-    """Root mean square of the updates of each group of parameters that has any, `Balanced` ones apart."""
+    """Root mean square of the updates of each group of parameters that has any, `Balanced` ones apart.
+
+    Sharded updates are summed where they lie; only sums cross the mesh.
+    """
     squares: dict[str, list[jax.Array]] = {}
     sizes: dict[str, int] = {}
     for path, value in updates.items():
@@ -116,7 +140,7 @@ def update_rms(updates: dict[str, jax.Array], declarations: dict[str, Declaratio
             value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
             squares.setdefault(label, []).append(jnp.sum(value * value))
             sizes[label] = sizes.get(label, 0) + value.size
-    return {label: jnp.sqrt(sum(parts, jnp.zeros(())) / sizes[label]) for label, parts in squares.items()}
+    return {label: jnp.sqrt(sum(parts, jnp.zeros(())) / float(sizes[label])) for label, parts in squares.items()}
 
 
 class OptimRow(NamedTuple):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, PartitionSpec, reshard
 
 from kimi_jax.layers.param import QKClip
 
@@ -22,6 +23,16 @@ def clip_factor(max_logits: jax.Array, tau: float) -> jax.Array:
     logits = max_logits.astype(jnp.promote_types(max_logits.dtype, jnp.float32))
     over = (logits > tau) & (logits < jnp.inf)
     return jnp.where(over, tau / jnp.where(over, logits, tau), 1)
+
+
+def _per_layer(gamma: jax.Array, rows: np.ndarray, weight: jax.Array) -> jax.Array:
+    """[*rows.shape, h]: the factors of the weight's layers, split over heads as the weight is."""
+    sharding = jax.typeof(weight).sharding
+    if set(sharding.mesh.axis_types) != {AxisType.Explicit}:  # no mesh, or shardings left to the compiler
+        return gamma[rows]
+    heads = sharding.spec[-2]
+    gamma = reshard(gamma, PartitionSpec(None, heads))
+    return gamma.at[rows].get(out_sharding=PartitionSpec(*[None] * rows.ndim, heads))
 
 
 def qk_clip(
@@ -42,7 +53,8 @@ def qk_clip(
             `max_logits` of each layer.
 
     Returns:
-        A transformation whose `update` takes `max_logits` [MLA layers, h], each head's largest logit in the step.
+        A transformation whose `update` takes `max_logits` [MLA layers, h], each head's largest logit in the step,
+        replicated or split over heads.
 
     Raises:
         ValueError: shapes that do not fit together, or `params` or `max_logits` missing in `update`.
@@ -74,7 +86,7 @@ def qk_clip(
             check(path, value.shape, max_logits)
             rows = np.asarray(layers[path])
             exponents = np.concatenate([np.full(width, exponent, gamma.dtype) for width, exponent in clip.parts])
-            factor = gamma[rows][..., None] ** exponents  # [*layers, h, head_dim]
+            factor = _per_layer(gamma, rows, value)[..., None] ** exponents  # [*layers, h, head_dim]
             factor = jnp.expand_dims(factor, range(rows.ndim, value.ndim - 2))
             clipped[path] = jnp.where(factor == 1, step, (value + step) * factor - value).astype(step.dtype)
         return clipped, state
