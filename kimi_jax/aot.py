@@ -256,8 +256,8 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
 def roofline(chip: Chip, num_devices: int, work: flops.Work, hbm_bytes: int, ici_seconds: float) -> dict[str, float]:
     """Least time of a step: the largest of compute, memory and network, which may all overlap.
 
-    Compute is the FLOPs that the busiest device runs, at peak bf16 rate; memory the bytes that must pass at least; network the
-    collectives one after another, each over all links that its mesh axes have.
+    Compute is the FLOPs that the busiest device runs, at peak bf16 rate; memory the bytes that must pass at least;
+    network the collectives one after another, each over all links that its mesh axes have.
     """
     terms = {
         "compute_seconds": work.run / (num_devices * chip.flops / chip.devices),
