@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kimi_jax import aot, cli, flops, hlo
 from kimi_jax.config import ConfigError, Mesh, Slice, load_config
-from kimi_jax.layers.param import arrays, place
+from kimi_jax.layers.param import arrays, with_arrays
 from kimi_jax.model import Kimi
 from kimi_jax.sharding import abstract_mesh
 from kimi_jax.step import abstract_state, make_optimizer, make_step
@@ -57,10 +57,6 @@ def test_k3_tiny_for_v5e(tmp_path, monkeypatch, capsys):
     assert line["compute_seconds"] == pytest.approx(work.run / (4 * 197e12))
     assert 0 < line["mfu_bound"] < work.model / work.run
     assert "Fits:" in printed and "all-gather" in printed and "GiB of memory" in printed
-    assert (
-        result["host"]["compile_seconds"] < 60
-        or result["host"]["compile_seconds"] < 2 * result["host"]["lower_seconds"] + 60
-    )
 
 
 @pytest.fixture
@@ -127,19 +123,17 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", ["v4:2x2x1", "tpu7x:2x2x1", "v5p:2x2x1@2", "v5e:4x4", "v6e:2x4"])
-def test_meshes_lie_on_slices(name):
+@pytest.mark.parametrize(
+    ("name", "count"), [("v4:2x2x1", 8), ("tpu7x:2x2x1", 8), ("v5p:2x2x1@2", 8), ("v5e:4x4", 16), ("v6e:2x4", 8)]
+)
+def test_meshes_lie_on_slices(name, count):
     """All devices once; of several slices, `data` alone reaches from one to another."""
     where = aot.parse_topology(name)
     found = aot.devices(where)
     config = Mesh(data=2, fsdp=len(found) // 4, tensor=2)
     mesh = aot.slice_mesh(config, where, found)
     assert mesh is not None and mesh.axis_names == ("data", "fsdp", "tensor")
-    assert (
-        len({d.id for d in mesh.devices.flat})
-        == len(found)
-        == where.slices * where.chip.devices * 4 ** (2 if name == "v5e:4x4" else 1) * (2 if name == "v6e:2x4" else 1)
-    )
+    assert len(set(mesh.devices.flat)) == len(found) == count
     if where.slices == 2:
         assert [{d.slice_index for d in half.flat} for half in mesh.devices] == [{0}, {1}]
         across = hlo.Collective("all-reduce", ("data",), 2, 8, 1, True, "")
@@ -194,8 +188,6 @@ def test_the_full_k3_on_512_chips():
         batch = aot._batch(K3, mesh, K3.data.batch_size // K3.train.accumulation, K3.data.sequence_length)
 
         def loss(params, batch):
-            from kimi_jax.layers.param import with_arrays
-
             model = with_arrays(Kimi(K3.model), params)
             x, aux = model.hidden(batch["tokens"], batch["segment_ids"])
             return x, model.loss(x, batch["targets"], batch["loss_weights"]), aux["max_logits"]
