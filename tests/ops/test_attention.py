@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.ops.attention import attention
+from kimi_jax.ops.attention import attention, latent_attention
 from tests import oracles
 from tests.conftest import rel_to_max, rel_to_rms
 
@@ -158,9 +158,96 @@ def test_long_rows_do_not_hold_all_scores():
     assert memory is not None and memory.temp_size_in_bytes < 100 * 2**20
 
 
+RANK, ROPE = 7, 2
+
+
+def latents(dtype="float64", seed=3, b=2, t=11, s=11, h=4, nope=4, v=5):
+    rng = np.random.default_rng(seed)
+    shapes = ((b, t, h, nope + ROPE), (b, s, RANK + ROPE), (RANK, h, nope), (RANK, h, v), (b, t, h, v))
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+def over_expanded(q, latent, w_k_b, w_v_b, **where):
+    """What `latent_attention` does, from keys and values of the whole row."""
+    rank = w_k_b.shape[0]
+    k_rope = jnp.broadcast_to(latent[:, :, None, rank:], (*latent.shape[:2], q.shape[2], latent.shape[2] - rank))
+    k = jnp.concatenate([jnp.einsum("bsr,rhk->bshk", latent[..., :rank], w_k_b), k_rope], axis=-1)
+    v = jnp.einsum("bsr,rhv->bshv", latent[..., :rank], w_v_b)
+    return attention(q, k, v, **where)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("query_block", "key_block"))
+def latent_gradients(f, q, latent, w_k_b, w_v_b, d_o, q_documents, kv_documents, q_start, **blocks):
+    where = {"scale": 0.7, "q_documents": q_documents, "kv_documents": kv_documents, "q_start": q_start, **blocks}
+    (o, top), pull = jax.vjp(lambda *given: f(*given, **where), q, latent, w_k_b, w_v_b)
+    return o, top, pull((d_o, jnp.ones_like(top)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("blocks", [(512, 512), (4, 3)])
+def test_keys_from_latents_are_the_same_keys(packed, blocks, x64):
+    given = latents()
+    documents = (DOCUMENTS, DOCUMENTS) if packed else (None, None)
+    expected = latent_gradients(over_expanded, *given, *documents, 0)
+    if packed:
+        for x in given[:2]:
+            x[DOCUMENTS == 0] = np.nan
+    actual = latent_gradients(latent_attention, *given, *documents, 0, query_block=blocks[0], key_block=blocks[1])
+    errors = jax.tree.map(rel_to_max, actual, expected)
+    assert max(jax.tree.leaves(errors)) < 1e-12, errors
+    if packed:
+        assert not any(np.any(np.asarray(x)[DOCUMENTS == 0]) for x in (actual[0], *actual[2][:2]))
+
+
+def test_latents_of_a_cache_whose_rest_is_garbage(x64):
+    q, latent, *others, d_o = latents()
+    whole = latent_gradients(over_expanded, q, latent, *others, d_o, DOCUMENTS, DOCUMENTS, 0)
+    cache = np.concatenate([latent, np.full_like(latent, np.nan)], axis=1)
+    numbers = np.concatenate([DOCUMENTS, np.zeros_like(DOCUMENTS)], axis=1)
+    part = (q[:, 6:], cache, *others, d_o[:, 6:], DOCUMENTS[:, 6:], numbers, 6)
+    o, _, gradients = latent_gradients(latent_attention, *part, query_block=2, key_block=4)
+    np.testing.assert_allclose(o, whole[0][:, 6:], atol=1e-12)
+    np.testing.assert_allclose(gradients[0], whole[2][0][:, 6:], atol=1e-12)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+    assert not np.any(gradients[1][:, 11:])
+
+
+def test_bfloat16_latents():
+    """Blocks of bf16 keys: outputs and gradients stay near those of f32, the weights' sums over blocks too."""
+    given = latents("float32", b=1, t=128, s=128)
+    given = [x / np.sqrt(RANK) if x.ndim == 3 and x.shape[0] == RANK else x for x in given]
+    expected = latent_gradients(over_expanded, *given, None, None, 0)
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in given[:4]]
+    o, top, gradients = latent_gradients(latent_attention, *narrow, given[4], None, None, 0, key_block=8)
+    assert o.dtype == top.dtype == jnp.float32
+    assert all(gradient.dtype == jnp.bfloat16 for gradient in gradients)
+    errors = jax.tree.map(rel_to_max, (o, top, gradients), expected)
+    assert max(jax.tree.leaves(errors)) < 2**-5, errors  # four roundings of 2**-8 and their spread
+
+
+def test_keys_of_a_long_row_never_exist_together():
+    """256 queries, 16384 latents: keys and values of all heads are 144 MiB."""
+    t, s, h, rank, rope, width = 256, 16384, 16, 32, 16, 64
+    shapes = ((1, t, h, width + rope), (1, s, rank + rope), (rank, h, width), (rank, h, width))
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def temp(f):
+        loss = lambda *given: jnp.sum(f(*given, scale=0.1, q_start=s - t)[0] ** 2)  # noqa: E731
+        memory = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*given).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes / 2**20
+
+    assert temp(latent_attention) < 50 < 144 < temp(over_expanded)
+
+
 def test_wrong_shapes_are_refused():
     q, k, v = (jnp.asarray(a, jnp.float32) for a in arrays())
     with pytest.raises(ValueError, match="g dividing"):
         attention(q, k[:, :, :3], v[:, :, :3], scale=1.0)
     with pytest.raises(ValueError, match="g dividing"):
         attention(q, k, v[:, :-1], scale=1.0)
+    q, latent, w_k_b, w_v_b, _ = (jnp.asarray(a) for a in latents("float32"))
+    with pytest.raises(ValueError, match=r"nope \+ rope"):
+        latent_attention(q, latent[..., 1:], w_k_b, w_v_b, scale=1.0)
+    with pytest.raises(ValueError, match=r"nope \+ rope"):
+        latent_attention(q, latent, w_k_b, w_v_b[:, :2], scale=1.0)
