@@ -189,8 +189,8 @@ def _backward(expand, scale, blocks, kept, cotangents):
     q, source, weights, q_documents, kv_documents, q_start, o, log_sum = kept
     pairs = _Pairs(blocks, q_documents, kv_documents, q_start)
     wide = o.dtype
-    d_o = jnp.where(q_documents[:, :, None, None] > 0, cotangents[0], 0)  # max_logits, the other, carries no gradient
-    mean = jnp.sum(d_o * o, axis=-1)  # of dot(d_o, v) under the softmax
+    d_o, _ = cotangents  # max_logits carries no gradient
+    mean = jnp.where(q_documents[:, :, None] > 0, jnp.sum(d_o * o, axis=-1), 0)  # of dot(d_o, v) under the softmax
 
     def keys(j, carry):
         d_q, d_source, d_weights = carry
@@ -207,7 +207,7 @@ def _backward(expand, scale, blocks, kept, cotangents):
                 q_i = pairs.load(q, at_q)
                 logits = _logits(scale, q_i, k, pairs.seen(at_q, at_k), wide)
                 part = jnp.exp(logits - _by_head(_take(log_sum, at_q), g)[..., None])
-                d_o_i = _grouped(_take(d_o, at_q), g)
+                d_o_i = _grouped(pairs.load(d_o, at_q), g)
                 d_v += jnp.einsum("bgmts,btgmv->bgsv", part, d_o_i)
                 d_part = jnp.einsum("btgmv,bgsv->bgmts", d_o_i, v.astype(wide))
                 d_logits = scale * part * (d_part - _by_head(_take(mean, at_q), g)[..., None])

@@ -190,7 +190,7 @@ def test_keys_from_latents_are_the_same_keys(packed, blocks, x64):
     documents = (DOCUMENTS, DOCUMENTS) if packed else (None, None)
     expected = latent_gradients(over_expanded, *given, *documents, 0)
     if packed:
-        for x in given[:2]:
+        for x in (*given[:2], given[4]):
             x[DOCUMENTS == 0] = np.nan
     actual = latent_gradients(latent_attention, *given, *documents, 0, query_block=blocks[0], key_block=blocks[1])
     errors = jax.tree.map(rel_to_max, actual, expected)
