@@ -47,7 +47,9 @@ def test_k3_tiny_for_v5e(tmp_path, monkeypatch, capsys):
     parts = [size for name, size in memory.items() if name not in ("peak", "capacity", "error")]
     assert sum(parts) == memory["peak"] < memory["capacity"] == aot.CHIPS["v5e"].hbm
     moved = {(row["kind"], tuple(row["axes"])): row for row in result["collectives"]}
-    assert all(row["known"] and row["bytes"] > 0 for row in moved.values())
+    # Borrowed experts come in as many rounds as the routing needs.
+    assert {kind for (kind, _), row in moved.items() if not row["known"]} <= {"ragged-all-to-all"}
+    assert all(row["bytes"] > 0 for row in moved.values())
     # Weights are gathered over both axes, forward and backward, once a layer at least; their gradients are scattered.
     assert moved["all-gather", ("fsdp", "expert")]["count"] > 2 * 5 * 5
     assert moved["reduce-scatter", ("fsdp", "expert")]["bytes"] > 0
