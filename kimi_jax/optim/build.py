@@ -11,7 +11,7 @@ import optax
 
 from kimi_jax.config import OptimConfig
 from kimi_jax.layers.param import AdamW, Declaration, Muon, QKClip, Rule
-from kimi_jax.optim.muon import MuonState, block_shape, scale_by_muon
+from kimi_jax.optim.muon import STEP_BYTES, MuonState, block_shape, scale_by_muon
 from kimi_jax.optim.qk_clip import qk_clip
 from kimi_jax.optim.schedule import cosine_with_warmup
 
@@ -86,7 +86,12 @@ def _skippable(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
 
 
 def build(
-    config: OptimConfig, declarations: dict[str, Declaration], *, steps: int, mla_rows: dict[str, np.ndarray]
+    config: OptimConfig,
+    declarations: dict[str, Declaration],
+    *,
+    steps: int,
+    mla_rows: dict[str, np.ndarray],
+    step_bytes: int = STEP_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
     """Per-Head Muon and AdamW with decoupled decay, the schedule, then QK-Clip.
 
@@ -99,6 +104,7 @@ def build(
         declarations: path -> what `param` was told, for every parameter.
         steps: steps of the run, for the schedule.
         mla_rows: path -> rows of `max_logits`, for every parameter with a clip (see `qk_clip`).
+        step_bytes: of `scale_by_muon`.
 
     Returns:
         A transformation of flat dicts {path: array}. `update(grads, state, params, max_logits=..., accept=...)` with
@@ -113,7 +119,7 @@ def build(
     adam = optax.scale_by_adam(config.adam_b1, config.adam_b2, eps=1e-8)
     decay = optax.add_decayed_weights(config.weight_decay)
     groups = {
-        "muon": optax.chain(scale_by_muon(rules, momentum=config.momentum), decay),
+        "muon": optax.chain(scale_by_muon(rules, momentum=config.momentum, step_bytes=step_bytes), decay),
         "adamw": optax.chain(adam, decay),
         "adamw_no_decay": adam,
         "balanced": optax.set_to_zero(),

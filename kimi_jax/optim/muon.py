@@ -94,6 +94,8 @@ class _Layout(NamedTuple):
     """Mesh axes over which the sides are split."""
     parts: tuple[int, int]
     """Into how many."""
+    split: frozenset[str]
+    """Mesh axes over which anything of it is split: on the others every device has, and iterates, the same."""
     nbytes: int
 
 
@@ -116,6 +118,7 @@ def _layout(value: jax.Array, rule: Muon) -> _Layout:
         sides=(over(local, first), over(local, second)),
         names=(sum((names[axis] for axis in first), ()), sum((names[axis] for axis in second), ())),
         parts=(over(parts, first), over(parts, second)),
+        split=frozenset(sum(names, ())),
         nbytes=math.prod(local) * jnp.promote_types(value.dtype, jnp.float32).itemsize,
     )
 
@@ -123,12 +126,13 @@ def _layout(value: jax.Array, rule: Muon) -> _Layout:
 def _batches(layouts: dict[str, _Layout], step_bytes: int) -> Iterator[tuple[list[str], int]]:
     """(leaves that are iterated together, steps in which their layers are walked), blocks of one kind at a time.
 
-    All blocks of a kind in one step if they fit in `step_bytes`: fewest loops to compile, fullest stacks. Otherwise
-    leaves with the same number of layers walk together, as many layers a step as fit, at least one.
+    Blocks of a kind have equal sides, split over equal axes. All go in one step if they fit in `step_bytes`: fewest
+    loops to compile, fullest stacks. Otherwise leaves with the same number of layers walk together, as many layers a
+    step as fit, at least one.
     """
     kinds: dict[Any, list[str]] = {}
     for path, layout in layouts.items():
-        kinds.setdefault((layout.sides, layout.names), []).append(path)
+        kinds.setdefault((layout.sides, layout.names, layout.split), []).append(path)
     for paths in kinds.values():
         if sum(layouts[path].nbytes for path in paths) <= step_bytes:
             yield paths, 1
