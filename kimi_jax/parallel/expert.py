@@ -281,23 +281,30 @@ class _Settings(NamedTuple):
     """Mesh axes over which expert weights differ. Residuals of a scan may forget it."""
 
     def move_rows(self, rows: jax.Array, traffic: Traffic, num_rows: int) -> jax.Array:
-        """In windows of an even share and a quarter more."""
-        n, r = min(rows.shape[0], num_rows), traffic.size.shape[0]
-        window = n if self.transport == "gather" else min(n, _eights(-(-5 * n // (4 * r))))
+        window = row_window(min(rows.shape[0], num_rows), traffic.size.shape[0], self.transport)
         return move(rows, traffic, num_rows, axis=self.axis, transport=self.transport, window=window)
 
     def move_experts(self, w: jax.Array, traffic: Traffic, overlap: bool = False) -> jax.Array:
-        """Lines of matrices travel, so that a window can be less than an expert: all together are a home's at most."""
+        """Lines of matrices travel, so that a window can be less than an expert."""
         m, lines, columns = w.shape
-        even = m * lines / traffic.size.shape[0]
-        window = min(m * lines, _eights(int(max(even / 4, min(even, lines)))))
-        flat = w.reshape(m * lines, columns)
+        flat, window = w.reshape(m * lines, columns), expert_window(m, lines, traffic.size.shape[0])
         options = dict(axis=self.axis, transport=self.transport, window=window, overlap=overlap)
         return move(flat, traffic.times(lines), m * lines, **options).reshape(w.shape)
 
 
+def row_window(num_rows: int, num_ranks: int, transport: Transport) -> int:
+    """Rows of tokens between two ranks at a time: all for "gather", else an even share and a quarter more."""
+    return num_rows if transport == "gather" else min(num_rows, _eights(-(-5 * num_rows // (4 * num_ranks))))
+
+
+def expert_window(m: int, lines: int, num_ranks: int) -> int:
+    """Lines of experts between two ranks at a time: few are lent as a rule, and all windows together are m at most."""
+    even = m * lines // num_ranks
+    return min(m * lines, _eights(max(even // 4, min(even, lines))))
+
+
 def _eights(n: int) -> int:
-    return -(-n // 8) * 8
+    return max(8, -(-n // 8) * 8)
 
 
 _WIDTH = (1, 1, 2)

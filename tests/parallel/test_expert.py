@@ -143,7 +143,7 @@ def test_theorem_2_is_tight_and_reached(r, m):
 
 
 def test_optimum_of_tiny_cases():
-    """Against integer programming, free to borrow from several homes: never better, which would be a fault of one."""
+    """Integer programming may borrow from several homes at once: rarely does that save an expert, and never two."""
     ours, best = [], []
     for r, m, k in ((2, 3, 2), (3, 2, 1), (3, 3, 2)):
         for seed in range(4):
@@ -152,8 +152,8 @@ def test_optimum_of_tiny_cases():
                 ours.append(int(np.asarray(jit_plan(counts).borrowed).max()))
                 best.append(fewest_borrowed(counts))
     gaps = np.array(ours) - best
-    print(np.bincount(gaps))
-    assert (gaps >= 0).all()
+    assert set(gaps) <= {0, 1}
+    assert np.mean(gaps == 0) > 0.8
 
 
 # Numbers
@@ -413,6 +413,39 @@ def test_without_an_axis_it_is_the_op_and_sums_gradients_in_float32():
     for ours, theirs in zip(gradients, wanted, strict=True):
         assert ours.dtype == theirs.dtype
         assert rel_to_max(ours, theirs) < 1e-2
+
+
+def test_weights_travel_in_bfloat16_and_their_gradients_in_float32():
+    mesh = devices({"data": 2, "fsdp": 2, "expert": 2})
+    tokens, width = P(("data", "fsdp", "expert")), (P("expert", "fsdp"), P("expert", "fsdp"), P("expert", None, "fsdp"))
+    specs = (tokens, tokens, tokens, *width)
+    shapes = (8 * S, Z), (8 * S, K), (8 * S, K), (2 * M, Z, F), (2 * M, Z, F), (2 * M, F, Z)
+    dtypes = jnp.bfloat16, jnp.int32, *[jnp.float32] * 4
+    layer = partial(
+        expert.expert_parallel_mlp, activation=swiglu, axis="expert", gather_axes=("fsdp",), transport="a2a"
+    )
+
+    def gradients(d_y, x, indices, weights, *matrices):
+        run = jax.shard_map(layer, in_specs=specs, out_specs=tokens)
+        return jax.vjp(lambda x, *m: run(x, indices, weights, *m), x, *matrices)[1](d_y)
+
+    with jax.set_mesh(mesh):
+        put = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+            for shape, dtype, spec in zip(shapes, dtypes, specs, strict=True)
+        ]
+        lines = str(jax.make_jaxpr(gradients)(put[0], *put)).splitlines()
+    results = {
+        name: [line.split("=")[0].split(":")[1].split("[")[0] for line in lines if f"= {name}[" in line]
+        for name in ("psum_invariant", "reduce_scatter", "all_gather", "all_to_all")
+    }
+    # Forward and again for the backward pass; counts of pairs are int32.
+    assert sorted(results["all_gather"]) == ["bf16"] * 6 + ["i32"]
+    assert results["reduce_scatter"] == ["f32"] * 3
+    assert results["psum_invariant"] == ["f32"] * 3
+    # bf16: tokens, outputs, and fetches twice, gradients of outputs and of tokens; f32: routing weights and
+    # their gradient, three returns.
+    assert sorted(results["all_to_all"]) == ["bf16"] * 11 + ["f32"] * 5
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
