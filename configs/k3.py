@@ -1,6 +1,7 @@
 """Kimi K3: 2.78 T parameters, 104 B active, 1 M tokens of context.
 
     kimi-jax inspect k3
+    kimi-jax aot k3 --topology v5p:8x8x8
 
 Model values: the released config.json (moonshotai/Kimi-K3) and, for initial values, the K3 report. Moonshot has not
 published batch size, learning rate or number of tokens: those below are K2's published ones (K2 report, section 2.5),
@@ -11,10 +12,12 @@ from kimi_jax.config import (
     Config,
     DataConfig,
     KDAConfig,
+    Mesh,
     MLAConfig,
     ModelConfig,
     MoEConfig,
     OptimConfig,
+    Slice,
     Source,
     TokenizerConfig,
     TrainConfig,
@@ -69,4 +72,11 @@ config = Config(
         tokenizer=TokenizerConfig(kind="tiktoken", path="data/tiktoken.model"),
     ),
     train=TrainConfig(steps=230_000, accumulation=16, checkpoint_every=500, keep_every=10_000),
+    mesh=Mesh(fsdp=4, expert=128, seq=2),
+    slices=(
+        # Parameters, momentum and gradients in f32 fill two thirds of these chips: no room for accumulated gradients.
+        Slice(topology="v5p:8x8x8", mesh=Mesh(fsdp=4, expert=128), batch_size=512, accumulation=1),
+        Slice(topology="v5p:8x8x16", mesh=Mesh(fsdp=4, expert=128, seq=2)),
+        Slice(topology="tpu7x:8x8x8", mesh=Mesh(fsdp=4, expert=128, seq=2)),
+    ),
 )

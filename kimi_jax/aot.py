@@ -14,7 +14,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,14 +137,6 @@ def devices(topology: Topology) -> list[Any]:
         if "INVALID_ARGUMENT" not in str(error):
             raise
         raise ConfigError(f"{_unknown(topology.name)}\nlibtpu: {error}") from error
-
-
-def on_slice(config: Config, name: str) -> Config:
-    """The config with the mesh it carries for a slice of this name, if it does."""
-    for known in config.slices:
-        if known.topology == name:
-            return replace(config, mesh=known.mesh)
-    return config
 
 
 def slice_mesh(config: MeshConfig, topology: Topology, found: Sequence[Any]) -> jax.sharding.Mesh | None:

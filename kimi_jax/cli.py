@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NoReturn
 
 import tyro
 
-from kimi_jax.config import Config, ConfigError, Source, load_config, shipped_configs
+from kimi_jax.config import Config, ConfigError, Source, load_config, on_slice, shipped_configs
 
 USAGE = """usage: kimi-jax COMMAND ...
 
@@ -193,7 +193,7 @@ def aot(argv: Sequence[str]) -> None:
         # The slice's own mesh is the default that options change, so the topology is read before they are.
         name = _value(argv, "--topology")
         if name is not None and not any(part.startswith("--mesh.") for part in argv):
-            config = ahead.on_slice(config, name)
+            config = on_slice(config, name)
         args = tyro.cli(AotArgs, args=argv, default=AotArgs(config, name or "list"), prog="kimi-jax aot NAME")
         result = ahead.report(args.config, args.topology, args.step, rows=args.rows)
         ahead.show(result)

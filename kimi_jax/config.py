@@ -14,7 +14,7 @@ import math
 import re
 import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -464,13 +464,20 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A TPU slice, by the name that `kimi-jax aot --topology` takes, and the mesh that a config has for it."""
+    """What a config changes for a TPU slice, by the name that `kimi-jax aot --topology` takes."""
 
     topology: str
     mesh: Mesh
+    batch_size: int | None = None
+    """Rows of a step on this slice; None for those of `data`."""
+    accumulation: int | None = None
+    """Micro-batches of a step on this slice; None for those of `train`."""
 
     def __post_init__(self):
         _typed(self)
+        for name in ("batch_size", "accumulation"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, f"Slice.{name}={value} must be at least 1, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -501,6 +508,20 @@ class Config:
         )
         plain = Path(self.name).name == self.name and self.name not in ("", "..") and "\0" not in self.name
         _check(plain, f"name={self.name!r} must be the plain name of a folder, e.g. 'k3_tiny'")
+
+
+def on_slice(config: Config, topology: str) -> Config:
+    """The config with what it changes for a TPU slice of this name, if it names it."""
+    for known in config.slices:
+        if known.topology == topology:
+            rows = known.batch_size or config.data.batch_size
+            return replace(
+                config,
+                mesh=known.mesh,
+                data=replace(config.data, batch_size=rows),
+                train=replace(config.train, accumulation=known.accumulation or config.train.accumulation),
+            )
+    return config
 
 
 def to_dict(config) -> dict:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from kimi_jax import aot, cli, flops, hlo
-from kimi_jax.config import ConfigError, Mesh, Slice, load_config
+from kimi_jax.config import ConfigError, Mesh, Slice, load_config, on_slice
 from kimi_jax.layers.param import arrays, with_arrays
 from kimi_jax.model import Kimi
 from kimi_jax.sharding import abstract_mesh
@@ -159,8 +159,8 @@ def test_listed_slices_exist(kind):
 
 def test_a_slice_brings_its_mesh():
     config = replace(TINY, slices=(Slice(topology="v5p:8x8x8", mesh=Mesh(fsdp=512)),))
-    assert aot.on_slice(config, "v5p:8x8x8").mesh == Mesh(fsdp=512)
-    assert aot.on_slice(config, "v5p:4x4x4") == config
+    assert on_slice(config, "v5p:8x8x8").mesh == Mesh(fsdp=512)
+    assert on_slice(config, "v5p:4x4x4") == config
 
 
 def test_roofline_is_the_largest_term():
