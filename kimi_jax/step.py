@@ -154,12 +154,13 @@ def make_step(
         spike = (state.step >= warmup) & (loss > median + config.train.spike_threshold)  # false while median is NaN
         accept = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & ~spike
 
-        updates, opt = optimizer.update(grads, state.opt, state.params, max_logits=sums["max_logits"])
+        logits = sums["max_logits"]
+        updates, opt = optimizer.update(grads, state.opt, state.params, max_logits=logits, accept=accept)
         params = balanced(optax.apply_updates(state.params, updates), sums)
         new = State(
             step=state.step + 1,
             params=_where(accept, params, state.params),
-            opt=_where(accept, opt, state.opt),
+            opt=opt,
             losses=jnp.where(
                 accept, jnp.roll(state.losses, -1).at[-1].set(loss.astype(state.losses.dtype)), state.losses
             ),
