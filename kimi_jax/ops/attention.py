@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kimi_jax.sharding import vary, varying
-
 QUERY_BLOCK, KEY_BLOCK = 128, 512
 
 
@@ -136,9 +134,10 @@ def _blocked(expand, scale, blocks, q, source, weights, q_documents, kv_document
         kv_documents = jnp.ones((b, s), jnp.int32)
     given = (q, source, weights, q_documents, kv_documents, jnp.asarray(q_start, jnp.int32))
     # All are made to differ over the same mesh axes here, where autodiff sums gradients over those they did not.
-    axes = tuple(sorted(frozenset().union(*[varying(x) for x in jax.tree.leaves(given)])))
-    blocks = (min(blocks[0], t), min(blocks[1], s))
-    return _attend(expand, scale, blocks, *jax.tree.map(lambda x: vary(x, axes), given))
+    varying = lambda x: jax.typeof(x).manual_axis_type.varying  # noqa: E731
+    axes = frozenset().union(*[varying(x) for x in jax.tree.leaves(given)])
+    given = jax.tree.map(lambda x: lax.pcast(x, tuple(sorted(axes - varying(x))), to="varying"), given)
+    return _attend(expand, scale, (min(blocks[0], t), min(blocks[1], s)), *given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
