@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax.ops.experts import expert_mlp
+from kimi_jax.ops.experts import Backend, expert_mlp
 from kimi_jax.ops.situ import swiglu
 from kimi_jax.parallel import expert
 
@@ -118,15 +118,15 @@ def measure(routing, peak):
     for transport in ("a2a", "gather"):
 
         def local(*args, transport=transport):
-            return expert.expert_parallel_mlp(*args, swiglu, axis="expert", transport=transport)
+            return expert.expert_parallel_mlp(*args, activation=swiglu, axis="expert", transport=transport)
 
         with jax.set_mesh(mesh):
             put = [jax.device_put(a, NamedSharding(mesh, P("expert"))) for a in args]
             layer = jax.shard_map(local, in_specs=(P("expert"),) * 6, out_specs=P("expert"))
             outputs[transport], result[f"{transport}_ms"] = timed(with_gradients(layer), put, 9)
 
-    def one_device(backend):
-        return with_gradients(lambda *args: expert_mlp(*args, swiglu, backend=backend))
+    def one_device(backend: Backend):
+        return with_gradients(lambda *args: expert_mlp(*args, activation=swiglu, backend=backend))
 
     args = [jnp.asarray(a) for a in args]
     outputs["blocks"], result["one_device_ms"] = timed(one_device("blocks"), args, 9)

@@ -34,7 +34,7 @@ def vary_like(x: jax.Array, *like: jax.Array) -> jax.Array:
     return jax.lax.pcast(x, new, to="varying") if new else x
 
 
-def seat(pair: jax.Array, place: jax.Array, num_rows: int, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+def seat(pair: jax.Array, place: jax.Array, num_rows: int, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Seats pair[i] in row place[i], nobody when that is num_rows or more: (pair [num_rows], row [shape])."""
     m = shape[0] * shape[1]
     row = vary_like(jnp.zeros(m, jnp.int32), place).at[pair].set(place, unique_indices=True)
@@ -56,7 +56,7 @@ def sort_by_expert(indices: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 
 def lay_out(
-    pair: jax.Array, group: jax.Array, place: jax.Array, sizes: jax.Array, shape: tuple[int, int], block: int
+    pair: jax.Array, group: jax.Array, place: jax.Array, sizes: jax.Array, shape: tuple[int, ...], block: int
 ) -> Layout:
     """Lays pairs out by group; block > 0 pads each group to whole blocks.
 
@@ -231,6 +231,7 @@ def grouped_mlp_grad(
 
 def _spans(parts, layout):
     """Of each part: its matrices, its first group, its first block and where its blocks end."""
+    assert layout.ends is not None
     group, block = 0, 0
     for matrices in parts:
         end = layout.ends[group + matrices[0].shape[0] - 1]
@@ -261,7 +262,7 @@ def _mlp_grad(dot, outer, x, share, d_out, matrices, activation):
     return d_x, d_share, [outer(x, d_gate), outer(x, d_up), outer(hidden, d_y)]
 
 
-def choose_backend(backend: Backend | None, m: int, num_groups: int) -> tuple[str, int]:
+def choose_backend(backend: Backend | None, m: int, num_groups: int) -> tuple[Backend, int]:
     """The backend for m rows in groups, and the rows of its blocks: an eighth of the mean group, within 8 and 64.
 
     Small blocks waste little on padding, large ones on the loop. "ragged" has no blocks: 0.
@@ -326,7 +327,7 @@ def expert_mlp(
     rows = dispatch(x, layout)
     if backend == "blocks":
         rows = rows.reshape(-1, block, d)
-        matmul = partial(_block_matmul, owner=layout.groups, used=layout.ends[-1])
+        matmul = partial(_block_matmul, owner=layout.groups, used=layout.ends[-1])  # pyright: ignore
     else:
         matmul = partial(_ragged_matmul, sizes=layout.groups)
     w_gate, w_up, w_down = (w.astype(x.dtype) for w in (w_gate, w_up, w_down))

@@ -215,31 +215,31 @@ def move(
         # This collective checks nothing: sizes never leave the buffers, and the clamp lets no error turn into one.
         size = jnp.clip(size, 0, min(rows.shape[0], num_rows))
 
-        def exchange(size):
+        def exchange_slices(size):
             slices = start[me], size[me], land[me], size[:, me]
             return jax.lax.ragged_all_to_all(rows, empty, *slices, axis_name=axis)
 
         if not overlap:
-            return exchange(size)
+            return exchange_slices(size)
         turn = jnp.cumsum(size > 0, axis=0, dtype=jnp.int32)  # a destination hears one source at a time
         turns = _same_number(jnp.max(turn), axis)
-        return jax.lax.fori_loop(0, turns, lambda i, out: out + exchange(jnp.where(turn == i + 1, size, 0)), empty)
+        return jax.lax.fori_loop(
+            0, turns, lambda i, out: out + exchange_slices(jnp.where(turn == i + 1, size, 0)), empty
+        )
     numbers = jnp.arange(window, dtype=jnp.int32)
     if transport == "gather":
         first, last = jnp.zeros_like(start), jnp.max(jnp.where(size > 0, start + size, 0))
-
-        def exchange(i):
-            return jax.lax.all_gather(rows.at[i * window + numbers].get(mode="clip"), axis)
-
     elif transport == "a2a":
         first, last = start, jnp.max(size)
-
-        def exchange(i):
-            sent = rows.at[start[me][:, None] + i * window + numbers].get(mode="clip")
-            return jax.lax.all_to_all(sent, axis, 0, 0, tiled=True)
-
     else:
         raise ValueError(f'transport={transport!r} is unknown; use "gather", "a2a" or "ragged"')
+
+    def exchange(i):
+        """The i-th window of each source: [source, window, d]."""
+        if transport == "gather":
+            return jax.lax.all_gather(rows.at[i * window + numbers].get(mode="clip"), axis)
+        sent = rows.at[start[me][:, None] + i * window + numbers].get(mode="clip")
+        return jax.lax.all_to_all(sent, axis, 0, 0, tiled=True)
 
     def round_(i, out):
         got = exchange(i)
@@ -288,8 +288,8 @@ class _Settings(NamedTuple):
         """Lines of matrices travel, so that a window can be less than an expert."""
         m, lines, columns = w.shape
         flat, window = w.reshape(m * lines, columns), expert_window(m, lines, traffic.size.shape[0])
-        options = dict(axis=self.axis, transport=self.transport, window=window, overlap=overlap)
-        return move(flat, traffic.times(lines), m * lines, **options).reshape(w.shape)
+        carry = partial(move, axis=self.axis, transport=self.transport, window=window, overlap=overlap)
+        return carry(flat, traffic.times(lines), m * lines).reshape(w.shape)
 
 
 def row_window(num_rows: int, num_ranks: int, transport: Transport) -> int:
@@ -420,7 +420,7 @@ def expert_parallel_mlp(
         parts = [((),) * width + (gather_axes,) + ((),) * (2 - width) for width in _WIDTH]
         rows = tuple(sorted(axes))
         matrices = [gather_weight(w, part, rows, x.dtype) for w, part in zip(matrices, parts, strict=True)]
-        return experts.expert_mlp(x, indices, weights, *matrices, activation, backend=backend)
+        return experts.expert_mlp(x, indices, weights, *matrices, activation=activation, backend=backend)  # pyright: ignore
     m, r, lend = w_gate.shape[0], jax.lax.axis_size(axis), balance == "exact"
     num_rows = indices.size if lend else r * x.shape[0] * min(indices.shape[1], m)
     _, block = experts.choose_backend(backend, indices.size, m)

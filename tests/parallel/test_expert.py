@@ -361,16 +361,26 @@ def test_the_backward_pass_keeps_its_inputs_and_integers(balanced):
         *matrices, indices = rest
         return expert.expert_parallel_mlp(x, indices, weights, *matrices, swiglu, axis="expert", transport="a2a")
 
-    def vjp(indices, *arrays):
-        run = jax.shard_map(local, in_specs=(P("expert"),) * 6, out_specs=P("expert"))
+    run = jax.shard_map(local, in_specs=(P("expert"),) * 6, out_specs=P("expert"))
+
+    def vjp(run, indices, *arrays):
         return jax.vjp(lambda *arrays: run(*arrays, indices), *arrays)[1]
+
+    def kept(run):
+        leaves = jax.tree.leaves(jax.eval_shape(partial(vjp, run), *shapes))
+        floats, integers = (
+            sum(a.size for a in leaves if jnp.issubdtype(a.dtype, kind)) for kind in (jnp.floating, jnp.integer)
+        )
+        return floats, integers
 
     with jax.set_mesh(balanced.mesh):
         sharding = NamedSharding(balanced.mesh, P("expert"))
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in (indices, *arrays)]
-        residuals = jax.tree.leaves(jax.eval_shape(vjp, *shapes))
-    kept = sum(a.size for a in residuals if jnp.issubdtype(a.dtype, jnp.floating))
-    assert kept <= sum(a.size for a in arrays)
+        inputs, integers = sum(a.size for a in arrays), kept(run)[1]
+        names = jax.checkpoint_policies.save_only_these_names("plan")
+        assert kept(run)[0] <= inputs
+        assert kept(jax.checkpoint(run)) == (inputs, indices.size)
+        assert kept(jax.checkpoint(run, policy=names)) == (inputs, integers)
 
 
 def test_without_an_axis_it_is_the_op_and_sums_gradients_in_float32():
