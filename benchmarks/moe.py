@@ -117,7 +117,7 @@ def measure(routing, peak):
     outputs = {}
     for transport in ("a2a", "gather"):
 
-        def local(*args, transport=transport):
+        def local(*args, transport: expert.Transport = transport):
             return expert.expert_parallel_mlp(*args, activation=swiglu, axis="expert", transport=transport)
 
         with jax.set_mesh(mesh):
