@@ -97,8 +97,9 @@ class MLA(nnx.Module):
         """Attention of a device's queries and heads to the latents of their whole rows."""
         w_k_b, w_v_b = (gather_weight(w, (rank_axes, (), ()), axes, q.dtype) for w in (w_k_b, w_v_b))
         where: dict = {"q_documents": documents, "kv_documents": documents}
+        if cache is None:
+            latent = context.gather_latents(latent, time_axis, axes)
         if time_axis is not None:
-            latent = context.gather_latents(latent, time_axis)
             where["q_documents"] = context.local_span(documents, q.shape[1], time_axis)
             where["q_start"] = q.shape[1] * jax.lax.axis_index(time_axis)
         if cache is not None:
