@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -54,9 +55,10 @@ def make_mesh(config: configs.Mesh, devices: Sequence[jax.Device] | None = None)
     if config.size == 1:
         return None
     axes = {name: size for name, size in config.shape.items() if size > 1}
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes), devices=devices[: config.size]
-    )
+    shape, types = tuple(axes.values()), (AxisType.Explicit,) * len(axes)
+    # An axis may take a part of a dimension of a TPU's torus, as 4 x 128 of 8 x 8 x 8.
+    laid = mesh_utils.create_device_mesh(shape, devices[: config.size], allow_split_physical_axes=True)
+    return jax.sharding.Mesh(laid, tuple(axes), axis_types=types)
 
 
 def abstract_mesh(config: configs.Mesh) -> jax.sharding.AbstractMesh:

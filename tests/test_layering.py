@@ -18,7 +18,7 @@ PACKAGE = "kimi_jax"
 LAYERS = (
     {"config"},
     {"layout"},
-    {"sharding"},
+    {"sharding", "distributed"},
     {"ops"},
     {"parallel"},
     {"cache"},
