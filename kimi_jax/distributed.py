@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,11 +14,17 @@ from kimi_jax.config import ConfigError
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def initialize() -> None:
+def initialize(**options: Any) -> None:
     """Joins the processes of a run, before anything touches a device; does nothing for a single one, or twice.
+
+    When one of them dies, the others end too, with a message, after `heartbeat_timeout_seconds` (100) at the latest:
+    the scheduler is to start all of them again, and the run goes on from its last checkpoint.
 
     Slurm, GKE, TPU pods, indexed Kubernetes jobs and Open MPI are detected by JAX. Elsewhere, set in each process
     JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+
+    Args:
+        options: of `jax.distributed.initialize`, e.g. `heartbeat_timeout_seconds`.
 
     Raises:
         ConfigError: some of the three variables are missing, or are not numbers in range; there are several
@@ -31,7 +38,7 @@ def initialize() -> None:
     if count == 1:
         return  # a service for one process would listen for nobody; and JAX would give it one GPU of Slurm's many
     try:
-        jax.distributed.initialize(*named or ())
+        jax.distributed.initialize(*named or (), **options)
     except ValueError as error:  # JAX found nothing
         if count is not None:
             raise ConfigError(

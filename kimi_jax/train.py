@@ -219,20 +219,21 @@ def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, 
     packed = len(lzma.compress(raw, preset=9))
     stop.agreed()
     stop.check(f"Stopped; training is finished. The same command ends it: {_command()}")
-    model = with_arrays(Kimi(config.model), state.params)
-    pieces = sample_text(
-        model,
-        data.tokenizer,
-        config.train.sample_prompt,
-        max_new_tokens=config.train.sample_tokens,
-        temperature=0.8,
-        top_p=0.95,
-        key=jax.random.wrap_key_data(state.rng),
-        rules=config.rules,
-    )
-    sample = config.train.sample_prompt + "".join(pieces) + "\n"
-    if distributed.is_lead():
-        _write(folder / "sample.txt", sample)
+    if config.train.sample_tokens:
+        model = with_arrays(Kimi(config.model), state.params)
+        pieces = sample_text(
+            model,
+            data.tokenizer,
+            config.train.sample_prompt,
+            max_new_tokens=config.train.sample_tokens,
+            temperature=0.8,
+            top_p=0.95,
+            key=jax.random.wrap_key_data(state.rng),
+            rules=config.rules,
+        )
+        sample = config.train.sample_prompt + "".join(pieces) + "\n"
+        if distributed.is_lead():
+            _write(folder / "sample.txt", sample)
     final = {**result, "validation_bytes": len(raw), "xz_bits_per_byte": 8 * packed / len(raw)}
     log.write(config.train.steps, "final", **final)
     log.plot(folder / "curves.png")
@@ -418,6 +419,9 @@ class _Stop:
     """Remembers that a signal asked to stop."""
 
     signum: int | None = None
+    """The signal that this process got."""
+    verdict: int | None = None
+    """The signal that all processes have agreed to stop for."""
 
     def __call__(self, signum: int, frame) -> None:
         if self.signum is not None:
@@ -427,12 +431,13 @@ class _Stop:
 
     def agreed(self) -> bool:
         """Whether any process was asked to stop: all of them save, or none. A collective call."""
-        self.signum = distributed.largest(self.signum or 0) or None
-        return self.signum is not None
+        # A signal that comes while the processes talk counts at their next talk.
+        self.verdict = distributed.largest(self.signum or 0) or None
+        return self.verdict is not None
 
     def check(self, message: str) -> None:
-        if self.signum is not None:
-            raise Interrupted(self.signum, message)
+        if self.verdict is not None:
+            raise Interrupted(self.verdict, message)
 
 
 @contextmanager
