@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from kimi_jax import hf
+from kimi_jax import hf, sharding
 from kimi_jax.cache import KDACache, MLACache, init_cache
 from kimi_jax.checkpoint import host_bytes
 from kimi_jax.config import Config, ModelConfig
@@ -20,6 +20,7 @@ from kimi_jax.layout import segments
 from kimi_jax.model import Kimi
 from kimi_jax.optim.build import table
 from kimi_jax.step import abstract_state, make_optimizer
+from kimi_jax.train import batch_sharding
 
 ROUTED = ("mlp.w_gate", "mlp.w_up", "mlp.w_down")
 """Parameters of routed experts, of which a token meets `experts_per_token`."""
@@ -141,24 +142,53 @@ def optimizer_table(config: Config) -> str:
 
 
 def dry_run(config: Config) -> str:
-    """The text of `kimi-jax train NAME --dry-run`: shapes, memory, tokens and steps; nothing is allocated."""
+    """The text of `kimi-jax train NAME --dry-run`: shapes, memory, tokens and steps; nothing is allocated.
+
+    Raises:
+        ConfigError: the config's mesh does not divide the model or the batch.
+    """
     train, data = config.train, config.data
-    state = abstract_state(config, make_optimizer(config))
-    params, optimizer = host_bytes(state.params), host_bytes(state.opt)
     rows = data.batch_size // train.accumulation
     tokens = data.batch_size * data.sequence_length
+    whole = abstract_state(config, make_optimizer(config))
+    params, optimizer = host_bytes(whole.params), host_bytes(whole.opt)
     lines = [
         _shapes(config.model),
         f"model: {count(Kimi(config.model)):,} parameters, {counts(config.model).active:,} active a token",
         f"batch: {data.batch_size} rows x {data.sequence_length} tokens = {tokens:,} tokens a step, "
         f"in {train.accumulation} micro-batches of {rows} rows",
         f"steps: {train.steps:,}, {train.steps * tokens:,} tokens",
-        f"memory: parameters {_size(params)}, optimizer {_size(optimizer)}, gradients {_size(params)}, "
-        f"residual stream {_size(_residual_bytes(config, rows))}",
+        f"memory: {_memory(config, params, optimizer, 1)}",
+        *_per_device(config),
         f"disk: {_size(params + optimizer)} a checkpoint, {train.keep_last + 1} at a time",
         f"folder: {train.runs_dir}/{config.name}",
     ]
     return "\n".join(lines)
+
+
+def _per_device(config: Config) -> list[str]:
+    """The same memory on each device of the config's mesh, if it has one."""
+    if config.mesh.size == 1:
+        return []
+    with jax.sharding.use_abstract_mesh(sharding.abstract_mesh(config.mesh)):
+        state = abstract_state(config, make_optimizer(config))
+        cut = batch_sharding(config)
+    sizes = [
+        sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(part))
+        for part in (state.params, state.opt)
+    ]
+    assert cut is not None
+    ways = math.prod(config.mesh.shape[axis] for part in cut.spec for axis in sharding.axes_of(part))
+    shape = " x ".join(f"{axis} {size}" for axis, size in config.mesh.shape.items() if size > 1)
+    return [f"mesh: {shape} = {config.mesh.size} devices; on each {_memory(config, *sizes, ways)}"]
+
+
+def _memory(config: Config, params: int, optimizer: int, ways: int) -> str:
+    rows = config.data.batch_size // config.train.accumulation
+    return (
+        f"parameters {_size(params)}, optimizer {_size(optimizer)}, gradients {_size(params)}, "
+        f"residual stream {_size(_residual_bytes(config, rows) // ways)}"
+    )
 
 
 def _residual_bytes(config: Config, rows: int) -> int:
