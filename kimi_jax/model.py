@@ -200,19 +200,29 @@ def _scan_segment(config, segment: Segment, stack: Stack, h, bank, documents, ca
         return h, (cache, {name: value for name, value in aux.items() if name in names})
 
     if config.remat == "full":
-        layer = jax.checkpoint(layer, prevent_cse=False)
+        # Between the passes of a loop nothing can be shared anyway; elsewhere XLA must not undo the recomputation.
+        loops = segment.repeats > 1 or all(run.length > 1 for run in segment.runs)
+        layer = jax.checkpoint(layer, prevent_cse=not loops)
 
     def group(h, per_group):
         outs = []
         for per_run in zip(*per_group, strict=True):
-            h, out = jax.lax.scan(layer, h, per_run)
+            h, out = _scan(layer, h, per_run)
             outs.append(out)
         return h, outs
 
     if caches is None:
         caches = [None] * len(segment.runs)
-    h, outs = jax.lax.scan(group, h, (list(stack.runs), fresh, list(caches)))
+    h, outs = _scan(group, h, (list(stack.runs), fresh, list(caches)))
     return h, tuple(cache for cache, _ in outs), [aux for _, aux in outs]
+
+
+def _scan(f, carry, xs):
+    """`jax.lax.scan`, without a loop where there is one step: it would be traced and compiled for nothing."""
+    if len(jax.tree.leaves(xs)[0]) > 1:
+        return jax.lax.scan(f, carry, xs)
+    carry, out = f(carry, jax.tree.map(lambda x: jnp.squeeze(x, 0), xs))
+    return carry, jax.tree.map(lambda x: x[None], out)
 
 
 def _in_layer_order(parts: list[tuple[np.ndarray, jax.Array]]) -> jax.Array:
