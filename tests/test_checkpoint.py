@@ -105,12 +105,17 @@ def test_killed_while_saving_from_a_mesh_the_one_before_is_the_latest(tmp_path):
     assert [child.name for child in tmp_path.iterdir()] == ["1"]
 
 
-def test_a_run_goes_on_from_mesh_to_mesh_to_one_device_with_the_same_losses(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "meshes",
+    [(EIGHT,), pytest.param((EIGHT, Mesh(data=4, tensor=2)), marks=pytest.mark.slow)],
+    ids=["one mesh", "two meshes"],
+)
+def test_a_run_goes_on_from_mesh_to_mesh_to_one_device_with_the_same_losses(tmp_path, monkeypatch, meshes):
     one = tiny.config(tmp_path, steps=9, name="one", eval_every=10**6, sample_tokens=0)
     one = rows(one, 8)
     expected = train.run(one)
     write = metrics.Metrics.write
-    for mesh, last in ((EIGHT, 3), (Mesh(data=4, tensor=2), 6)):
+    for mesh, last in zip(meshes, (3, 6), strict=False):
 
         def stopping(self, step, kind, last=last, **values):
             write(self, step, kind, **values)
@@ -129,10 +134,10 @@ def test_a_run_goes_on_from_mesh_to_mesh_to_one_device_with_the_same_losses(tmp_
 
     assert [row["step"] for row in records("moved")] == list(range(1, 10))
     for row, other in zip(records("moved"), records("one"), strict=True):
-        # The same sums in another order: float32's 6e-8, which nine steps of Newton-Schulz let grow.
-        assert row["loss"] == pytest.approx(other["loss"], rel=2e-5), row["step"]
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3), row["step"]
-    assert final["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=2e-5)
+        # The same sums in another order: float32's 6e-8, seen 2e-7.
+        assert row["loss"] == pytest.approx(other["loss"], rel=2e-6), row["step"]
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5), row["step"]
+    assert final["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=2e-6)
 
 
 @pytest.mark.parametrize(

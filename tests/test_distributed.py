@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,8 +99,12 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
         assert f"Continuing from step {saved}." in output(0) and "Continuing" not in output(1)
         processes[1].kill()
         began = time.monotonic()
-        assert processes[0].wait(timeout=120) not in (0, None)
-        print(f"the other process ended {time.monotonic() - began:.1f} s after the kill, heartbeat {HEARTBEAT} s")
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(lambda: (processes[0].wait(timeout=120), time.monotonic() - began))
+            expected = train.run(one)  # meanwhile, what is to come out
+        status, seconds = ended.result()
+        print(f"the other process ended {seconds:.1f} s after the kill, with {status}; heartbeat {HEARTBEAT} s")
+        assert status not in (0, None)
 
         # Started again, they end together.
         processes[:] = start(file, tmp_path / "cache", tmp_path)
@@ -111,16 +116,15 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
     assert output(0).splitlines()[-1].startswith("val bits per byte: ")
     assert not any(word in output(1) for word in ("step ", "documents", "Continuing", "bits per byte"))
 
-    expected = train.run(one)
     rows, plain = train_rows(folder), train_rows(tmp_path / "runs" / "one")
     assert [row["step"] for row in rows] == list(range(1, 15)) == [row["step"] for row in plain]
     for row, other in zip(rows, plain, strict=True):
-        # The same sums in another order: float32's 6e-8, which fourteen steps of Newton-Schulz let grow.
-        assert row["loss"] == pytest.approx(other["loss"], rel=2e-5), row["step"]
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3), row["step"]
+        # The same sums in another order: float32's 6e-8, seen 2e-7.
+        assert row["loss"] == pytest.approx(other["loss"], rel=2e-6), row["step"]
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5), row["step"]
         assert row["tokens"] == other["tokens"] and row["learning_rate"] == other["learning_rate"]
     (final,) = (row for row in metrics.read(folder / "metrics.jsonl") if row["kind"] == "final")
-    assert final["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=2e-5)
+    assert final["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=2e-6)
     assert final["bytes"] == expected["bytes"]
 
 
