@@ -150,6 +150,7 @@ def dry_run(config: Config) -> str:
     train, data = config.train, config.data
     rows = data.batch_size // train.accumulation
     tokens = data.batch_size * data.sequence_length
+    cut = _per_device(config)  # first: it refuses
     whole = abstract_state(config, make_optimizer(config))
     params, optimizer = host_bytes(whole.params), host_bytes(whole.opt)
     lines = [
@@ -159,7 +160,7 @@ def dry_run(config: Config) -> str:
         f"in {train.accumulation} micro-batches of {rows} rows",
         f"steps: {train.steps:,}, {train.steps * tokens:,} tokens",
         f"memory: {_memory(config, params, optimizer, 1)}",
-        *_per_device(config),
+        *cut,
         f"disk: {_size(params + optimizer)} a checkpoint, {train.keep_last + 1} at a time",
         f"folder: {train.runs_dir}/{config.name}",
     ]

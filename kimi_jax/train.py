@@ -357,7 +357,8 @@ def _too_many(record, checkpoints, folder: Path) -> TooManySkips:
     newest = "there is no checkpoint yet" if checkpoints.latest is None else f"the newest is step {checkpoints.latest}"
     spike = np.isfinite(results["loss"]) and np.isfinite(results["grad_norm"])
     mend = "lower optim.learning_rate" + (" or raise train.spike_threshold" if spike else "")
-    np.savez(folder / "skipped_batch.npz", **batch)
+    if distributed.is_lead():
+        np.savez(folder / "skipped_batch.npz", **batch)  # its own rows, if there are several processes
     return TooManySkips(
         f"{int(results['skips_in_a_row'])} steps in a row were skipped up to step {step}: the last loss is "
         f"{float(results['loss']):.4g} and its gradient's norm {float(results['grad_norm']):.4g}. Parameters are "
@@ -480,7 +481,8 @@ def _check_folder(folder: Path, config: Config, state_bytes: int) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error}; choose another --train.runs-dir") from error
     needed = state_bytes * (config.train.keep_last + 1)
-    held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    files = (file for file in folder.rglob("*") if not file.name.startswith(".write_test"))  # others' come and go
+    held = sum(file.stat().st_size for file in files if file.is_file())
     free = shutil.disk_usage(folder).free + held
     if needed > free:
         raise ConfigError(

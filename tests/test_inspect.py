@@ -1,9 +1,11 @@
 """Exact sizes of the real models, and how the optimizer sees them."""
 
+from dataclasses import replace
+
 import pytest
 
 from kimi_jax import inspect as inspection
-from kimi_jax.config import load_config
+from kimi_jax.config import ConfigError, Mesh, load_config
 from kimi_jax.layers.param import AdamW, Balanced, Muon, arrays, declarations
 from kimi_jax.model import Kimi
 
@@ -80,3 +82,13 @@ def test_every_parameter_gets_the_rule_it_should(config):
     assert per_head == expected
     clipped = {name.rsplit(".", 1)[-1] for name, d in declared.items() if d.clip is not None}
     assert clipped == ({"w_q_b", "w_k_b"} if config is K3 else {"w_q", "w_k_b"})
+
+
+def test_dry_run_tells_memory_on_each_device_of_the_mesh_and_refuses_one_that_does_not_fit():
+    (line,) = (t for t in inspection.dry_run(replace(K3, mesh=Mesh(fsdp=4, expert=128))).splitlines() if "mesh:" in t)
+    assert line.startswith("mesh: fsdp 4 x expert 128 = 512 devices; on each parameters ")
+    # All of 2.78 T f32 parameters but vectors and routers are cut 512 ways.
+    unit, size = line.split("parameters ")[1].split(",")[0].split()[::-1]
+    assert unit == "GiB" and 1 < float(size) * 2**30 / (4 * 2_779_484_476_000 / 512) < 1.05
+    with pytest.raises(ConfigError, match=r"heads=96 does not divide over mesh tensor 5 = 5"):
+        inspection.dry_run(replace(K3, mesh=Mesh(tensor=5)))
