@@ -36,8 +36,7 @@ MESHES = {
 K3 = replace(
     tiny.MODEL,
     hidden_size=32,
-    num_layers=3,
-    mla_layers=(2,),
+    attn_res_block_size=1,
     vocab_size=264,
     dense_hidden_size=48,
     kda=replace(tiny.MODEL.kda, num_heads=4),
