@@ -213,9 +213,9 @@ tour(expert=2, tensor=2, seq=2)
 # %% [markdown]
 # ## The same number everywhere
 #
-# Initial parameters are a function of the seed and do not depend on the mesh, and nor does the loss. What differs is
-# the order of sums, so the last digits of 32-bit floats (about seven digits) may differ. For gradients and optimizer
-# steps, `tests/test_meshes.py` says the same.
+# Initial parameters are a function of the seed and not of the mesh. So the loss is the same on each mesh, but for the
+# order of sums, which may change the last of about seven digits of a 32-bit float. `tests/test_meshes.py` compares
+# gradients and optimizer steps in the same way.
 
 # %%
 print(f"{'mesh':32}{'loss':>12}{'minus one device':>20}")
@@ -412,7 +412,7 @@ for axis, (routing, by_balance) in zip(axes, rows.items(), strict=True):
         axis.bar(np.arange(R) + shift, each, width=0.4, label=f'balance="{balance}"')
     axis.axhline(S * K, color="gray", ls="--", lw=1, label="mean")
     busiest = by_balance["none"].max() / (S * K)
-    axis.set(title=f"{routing}: unbalanced, {busiest:.2f} x the mean", xlabel="rank", xticks=range(R))
+    axis.set(title=f"{routing}: up to {busiest:.2f} x the mean", xlabel="rank", xticks=range(R))
     axis.yaxis.set_major_formatter("{x:,.0f}")
 axes[0].set_ylabel("rows that a rank computes")
 axes[2].legend(fontsize=8)
@@ -433,7 +433,7 @@ for axis, (routing, pairs) in zip(axes, lent.items(), strict=True):
     bars = axis.bar(range(R), pairs.sum(0), color="tab:green")
     donors = [f"from {donor}" if count else "" for donor, count in zip(pairs.argmax(0), pairs.sum(0), strict=True)]
     axis.bar_label(bars, donors, fontsize=7, padding=2)
-    axis.set(title=f"{routing}: {pairs.sum()} borrowed by all ranks", xlabel="rank", xticks=range(R))
+    axis.set(title=f"{routing}: {pairs.sum()} borrowed in all", xlabel="rank", xticks=range(R))
     axis.set_ylim(0, max(4, 1.15 * pairs.sum(0).max()))
     axis.yaxis.get_major_locator().set_params(integer=True)
 axes[0].set_ylabel("experts that a rank borrows")
