@@ -38,7 +38,7 @@ def initialize(**options: Any) -> None:
     if count == 1:
         return  # a service for one process would listen for nobody; and JAX would give it one GPU of Slurm's many
     try:
-        jax.distributed.initialize(*named or (), **options)
+        jax.distributed.initialize(*named or (None, None, None), **options)
     except ValueError as error:  # JAX found nothing
         if count is not None:
             raise ConfigError(

@@ -174,14 +174,14 @@ def _per_device(config: Config) -> list[str]:
     with jax.sharding.use_abstract_mesh(sharding.abstract_mesh(config.mesh)):
         state = abstract_state(config, make_optimizer(config))
         cut = batch_sharding(config)
-    sizes = [
+    params, optimizer = (
         sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(part))
         for part in (state.params, state.opt)
-    ]
+    )
     assert cut is not None
     ways = math.prod(config.mesh.shape[axis] for part in cut.spec for axis in sharding.axes_of(part))
     shape = " x ".join(f"{axis} {size}" for axis, size in config.mesh.shape.items() if size > 1)
-    return [f"mesh: {shape} = {config.mesh.size} devices; on each {_memory(config, *sizes, ways)}"]
+    return [f"mesh: {shape} = {config.mesh.size} devices; on each {_memory(config, params, optimizer, ways)}"]
 
 
 def _memory(config: Config, params: int, optimizer: int, ways: int) -> str:

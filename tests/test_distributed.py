@@ -150,14 +150,14 @@ def joined(monkeypatch):
     [
         (NAMED, [(("10.0.0.1:8476", 2, 1), {})]),
         (NAMED | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, []),
-        (SLURM, [((), {})]),
+        (SLURM, [((None, None, None), {})]),
         (SLURM | {"SLURM_NTASKS": "1"}, []),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, [((), {})]),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, [((), {})]),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, [((None, None, None), {})]),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, [((None, None, None), {})]),
         ({"TPU_WORKER_HOSTNAMES": "a"}, []),
-        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, [((), {})]),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, [((None, None, None), {})]),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, []),
-        ({}, [((), {})]),  # only JAX can ask a TPU pod's metadata
+        ({}, [((None, None, None), {})]),  # only JAX can ask a TPU pod's metadata
     ],
 )
 def test_who_joins(joined, monkeypatch, environment, expected):
