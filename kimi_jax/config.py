@@ -144,9 +144,9 @@ class MoEConfig:
     """RMSNorm on the weighted sum of expert outputs, before the projection back to the model's width."""
     renormalize: bool = True
     routed_scaling_factor: float = 1.0
-    placement: Literal["exact", "home"] = "exact"
+    balance: Literal["exact", "none"] = "exact"
     """Over a mesh's expert axis. exact: ranks borrow experts so that each computes the same number of rows (MoonEP).
-    home: an expert runs on the rank that holds it, and buffers are as large as the worst routing."""
+    none: an expert runs on the rank that holds it, and buffers are as large as the worst routing."""
     transport: Literal["gather", "a2a", "ragged"] | None = None
     """How rows travel over the expert axis: all-gather; dense all-to-all in rounds; `lax.ragged_all_to_all`.
     None: ragged on TPU and GPU, gather elsewhere."""

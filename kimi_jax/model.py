@@ -102,7 +102,7 @@ class Kimi(nnx.Module):
 
     def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Hidden states `[b, t, d]` -> (summed weight * nll of the targets `[b, t]`, summed weights)."""
-        return dense.cross_entropy(x, self.head.get_value(), targets, weights)
+        return dense.linear_cross_entropy(x, self.head.get_value(), targets, weights)
 
     def hidden(
         self,

@@ -42,7 +42,7 @@ MAY_CHANGE = {
     *(f"train.{name}" for name in ("steps", "accumulation", "eval_every", "eval_tokens", "checkpoint_every")),
     *(f"train.{name}" for name in ("keep_last", "keep_every", "spike_threshold", "max_skips", "tensorboard")),
     *(f"train.{name}" for name in ("runs_dir", "sample_prompt", "sample_tokens")),
-    *("model.moe.placement", "model.moe.transport"),
+    *("model.moe.balance", "model.moe.transport"),
 }
 """Settings that a resumed run may change. Paths may too, as long as the data behind them are the same."""
 

@@ -112,7 +112,7 @@ class MoE(nnx.Module):
             partial(glu, self.config),
             axis=axis_of(expert_axes),
             gather_axes=axes_of(latent_axes),
-            balance=c.placement,
+            balance=c.balance,
             transport=c.transport or ("ragged" if platform() in ("tpu", "gpu") else "gather"),
             backend="blocks" if platform() == "cpu" else "ragged",
         ).reshape(z.shape)

@@ -1,7 +1,5 @@
 """Next-token cross-entropy, weighted by token: sums and not means, so that parts of a batch add up."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -43,54 +41,40 @@ def _one_hot(targets, logits, vocab_axes=()):
     return targets[..., None] == first + jnp.arange(logits.shape[-1])
 
 
-def linear_cross_entropy(
+def chunked_cross_entropy(
     x: jax.Array,
     head: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
     *,
+    gradients: bool,
     chunk_size: int = 1024,
     vocab_axes: tuple[str, ...] = (),
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None]:
     """`cross_entropy` of logits = x head, without ever holding the logits of more than `chunk_size` tokens.
 
     The gradient of a sum over tokens is known up to one factor as soon as a chunk's logits are, so it is taken
-    while they are there: one matmul forward and two for the gradients, none repeated, none at all when not
-    differentiated.
+    while they are there: one matmul forward and two for the gradients, none repeated. For use inside a custom VJP.
 
     Args:
-      x: [..., d] hidden states.
-      head: [d, vocab].
-      targets: [...] int token ids; any value where the weight is 0.
-      weights: [...] weight of each token, 0 for padding: what x holds there, NaN included, has no effect.
+      x: [n, d] hidden states.
+      head: [d, vocab] in x's dtype.
+      targets: [n] int token ids; any value where the weight is 0.
+      weights: [n] weight of each token, 0 for padding: what x holds there, NaN included, has no effect.
+      gradients: whether to compute them.
       chunk_size: tokens at a time; need not divide their number.
       vocab_axes: inside shard_map, the mesh axes that the vocabulary is split over; `head` is this device's part.
 
     Returns:
-      (sum of weight * nll in nats, sum of weights), scalars in at least float32.
+      The sum of weight * nll in nats, in weights' dtype; and, if asked for, its gradients by x [n, d],
+      head [d, vocab] and weights [n] in that dtype.
     """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    weights = weights.astype(wide).reshape(-1)
-    x = jnp.where((weights != 0)[:, None], x.reshape(-1, x.shape[-1]), 0)
-    n = x.shape[0]
+    n, wide = x.shape[0], weights.dtype
+    x = jnp.where((weights != 0)[:, None], x, 0)
     chunk = min(chunk_size, n)
     fill = -n % chunk
     x = jnp.pad(x, ((0, fill), (0, 0))).reshape(-1, chunk, x.shape[-1])
-    targets = jnp.pad(targets.reshape(-1), (0, fill)).reshape(-1, chunk)
-    padded = jnp.pad(weights, (0, fill)).reshape(-1, chunk)
-    return _summed(x, head, targets, padded, vocab_axes), jnp.sum(weights)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _summed(x, head, targets, weights, vocab_axes):
-    """x [chunks, c, d], head [d, vocab], targets and weights [chunks, c] -> sum of weight * nll."""
-    return _chunks(x, head, targets, weights, vocab_axes, gradients=False)[0]
-
-
-@partial(jax.jit, static_argnames=("vocab_axes", "gradients"))
-def _chunks(x, head, targets, weights, vocab_axes, *, gradients):
-    wide = weights.dtype
-    head = head.astype(x.dtype)
+    targets, weights = (jnp.pad(a, (0, fill)).reshape(-1, chunk) for a in (targets, weights))
 
     def step(carry, chunk):
         loss, d_head = carry
@@ -109,19 +93,7 @@ def _chunks(x, head, targets, weights, vocab_axes, *, gradients):
     # Zeros made of the inputs, so that inside shard_map they vary over devices as what is added to them does.
     d_head = jnp.zeros_like(head, wide) if gradients else None
     (loss, d_head), outputs = jax.lax.scan(step, (jnp.sum(weights[:0]), d_head), (x, targets, weights))
-    return loss, d_head, outputs
-
-
-def _summed_fwd(x, head, targets, weights, vocab_axes):
-    loss, d_head, (d_x, nll) = _chunks(x, head, targets, weights, vocab_axes, gradients=True)
-    # One scalar is still missing, so they are kept wide; the empty arrays carry the dtypes of x and head.
-    return loss, (d_x, d_head, nll, jnp.zeros(0, x.dtype), jnp.zeros(0, head.dtype))
-
-
-def _summed_bwd(vocab_axes, residuals, d_loss):
-    del vocab_axes
-    d_x, d_head, nll, x, head = residuals
-    return (d_loss * d_x).astype(x.dtype), (d_loss * d_head).astype(head.dtype), None, d_loss * nll
-
-
-_summed.defvjp(_summed_fwd, _summed_bwd)
+    if d_head is None:
+        return loss, None
+    d_x, nll = (a.reshape(-1, *a.shape[2:])[:n] for a in outputs)
+    return loss, (d_x, d_head, nll)

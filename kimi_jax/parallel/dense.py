@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax.ops.loss import linear_cross_entropy
+from kimi_jax.ops.loss import chunked_cross_entropy
 from kimi_jax.sharding import axes_of, mesh_axes_of, per_device, spec_of, vary, varying
 
 Axes = tuple[str, ...]
+
+
+def gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """`jax.lax.all_gather(.., tiled=True)` over one mesh axis after the other.
+
+    XLA for TPUs turns a gather over several axes of a torus into an all-reduce of the whole array: twice the traffic.
+    """
+    for axis in reversed(axes):
+        x = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+    return x
+
+
+def sum_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """`jax.lax.psum_scatter(.., tiled=True)`, the transpose of `gather`, likewise."""
+    for axis in axes:
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -30,7 +48,7 @@ def gather_weight(w: jax.Array, parts: tuple[Axes, ...], rows: Axes, dtype: jnp.
     w = w.astype(dtype)
     for dim, axes in enumerate(parts):
         if axes:
-            w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
+            w = gather(w, axes, dim)
     return vary(w, rows)
 
 
@@ -39,9 +57,9 @@ def _gather_weight_bwd(parts, rows, dtype, like, d_w):
     d_w = d_w.astype(jnp.promote_types(like.dtype, jnp.float32))
     for dim, axes in enumerate(parts):
         if axes:
-            d_w = jax.lax.psum_scatter(d_w, axes, scatter_dimension=dim, tiled=True)
+            d_w = sum_scatter(d_w, axes, dim)
     repeated = tuple(axis for axis in rows if axis in varying(d_w) and axis not in varying(like))
-    return ((jax.lax.psum(d_w, repeated) if repeated else d_w).astype(like.dtype),)
+    return (_psum(d_w, repeated).astype(like.dtype),)
 
 
 # An empty array carries the weight's dtype and mesh axes to the backward pass.
@@ -87,7 +105,7 @@ def einsum(equation: str, x: jax.Array, w: jax.Array, *, dtype: jnp.dtype | None
     def product(x, w):
         w = gather_weight(w, tuple(gathered), mesh_axes, dtype)
         y = jnp.einsum(equation, x.astype(dtype), w, **options)
-        return jax.lax.psum(y, summed) if summed else y
+        return _psum(y, summed)
 
     mesh_axes = mesh_axes_of(x)
     return per_device(product, result)(x, w)
@@ -121,22 +139,70 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return per_device(local, P(*spec_of(tokens), None))(table, tokens)
 
 
-def cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`ops.loss.linear_cross_entropy` over the tokens of all devices; a vocabulary may be split among them.
+def linear_cross_entropy(
+    x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, *, chunk_size: int = 1024
+) -> tuple[jax.Array, jax.Array]:
+    """`ops.loss.cross_entropy` of logits = x head over the tokens of all devices, a chunk of them at a time.
 
     Args:
-        x: [b, t, d] hidden states.
-        head: [d, vocab], in its stored dtype.
-        targets, weights: [b, t].
+        x: [.., d] hidden states.
+        head: [d, vocab], in its stored dtype; the vocabulary may be split over a mesh axis that tokens are not.
+        targets: [..] int token ids; any value where the weight is 0.
+        weights: [..] weight of each token, 0 for padding: what x holds there, NaN included, has no effect.
+        chunk_size: tokens of a device at a time; need not divide their number.
 
     Returns:
-        (summed weight * nll, summed weights), the same on all devices.
+        (sum of weight * nll in nats, sum of weights), scalars in at least float32, the same on all devices.
     """
     (width, vocab), rows = map(axes_of, spec_of(head)), mesh_axes_of(x)
 
     def local(x, head, targets, weights):
-        head = gather_weight(head, (width, ()), rows, x.dtype)
-        sums = linear_cross_entropy(x, head, targets, weights, vocab_axes=vocab)
-        return jax.lax.psum(sums, rows) if rows else sums
+        weights = weights.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1)
+        axes = _HeadAxes(width, vocab, rows)
+        loss = _summed(x.reshape(-1, x.shape[-1]), head, targets.reshape(-1), weights, axes, chunk_size)
+        return loss, _psum(jnp.sum(weights), rows)
 
     return per_device(local, (P(), P()))(x, head, targets, weights)
+
+
+class _HeadAxes(NamedTuple):
+    """Mesh axes that the head's width, its vocabulary, and tokens are cut over."""
+
+    width: Axes
+    vocab: Axes
+    rows: Axes
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _summed(x, head, targets, weights, axes: _HeadAxes, chunk_size):
+    """Sum of weight * nll over the tokens of all devices."""
+    return _sums(x, head, targets, weights, axes, chunk_size, gradients=False)[0]
+
+
+def _sums(x, head, targets, weights, axes: _HeadAxes, chunk_size, *, gradients):
+    whole = vary(gather(head.astype(x.dtype), axes.width, 0), axes.rows)
+    loss, grads = chunked_cross_entropy(
+        x, whole, targets, weights, gradients=gradients, chunk_size=chunk_size, vocab_axes=axes.vocab
+    )
+    return _psum(loss, axes.rows), grads
+
+
+def _summed_fwd(x, head, targets, weights, axes, chunk_size):
+    loss, (d_x, d_head, d_weights) = _sums(x, head, targets, weights, axes, chunk_size, gradients=True)
+    # Summed at once, so that the whole gradient is not kept: what it is still to be multiplied by is one number.
+    d_head = sum_scatter(d_head, axes.width, 0)
+    d_head = _psum(d_head, tuple(axis for axis in axes.rows if axis in varying(d_head) - varying(head)))
+    return loss, (d_x, d_head, d_weights, jnp.zeros(0, x.dtype), jnp.zeros(0, head.dtype))
+
+
+def _summed_bwd(axes, chunk_size, residuals, d_loss):
+    del axes, chunk_size
+    d_x, d_head, d_weights, x, head = residuals  # the last two, empty, carry dtypes
+    return (d_loss * d_x).astype(x.dtype), (d_loss * d_head).astype(head.dtype), None, d_loss * d_weights
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd)
+
+
+def _psum(x: jax.Array, axes: Axes) -> jax.Array:
+    return jax.lax.psum(x, axes) if axes else x

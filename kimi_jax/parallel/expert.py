@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from kimi_jax.ops import experts
-from kimi_jax.parallel.dense import gather_weight
+from kimi_jax.parallel.dense import gather, gather_weight, sum_scatter
 from kimi_jax.sharding import vary, varying
 
 Balance = Literal["exact", "none"]
@@ -315,7 +315,7 @@ def _fetch(s: _Settings, w: jax.Array, width: int, dtype, way: Routes) -> list[j
     """[m, ..] home experts of this rank -> those it computes, home and borrowed, in the dtype of the product."""
     w = w.astype(dtype)
     if s.gather_axes:
-        w = jax.lax.all_gather(w, s.gather_axes, axis=width, tiled=True)
+        w = gather(w, s.gather_axes, width)
     return [w, s.move_experts(w[way.order], way.weights)] if s.lend else [w]
 
 
@@ -330,7 +330,7 @@ def _return(s: _Settings, d_parts, w: jax.Array, width: int, way: Routes) -> jax
     if d_lent:
         d_w = d_w + s.move_experts(d_lent[0], way.weights.back, overlap=True)[_by_rank(way.order)]
     if s.gather_axes:
-        d_w = jax.lax.psum_scatter(d_w, s.gather_axes, scatter_dimension=width, tiled=True)
+        d_w = sum_scatter(d_w, s.gather_axes, width)
     repeated = tuple(sorted(varying(d_w) - s.weight_axes))
     return (jax.lax.psum(d_w, repeated) if repeated else d_w).astype(w.dtype)
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.ops.loss import cross_entropy, linear_cross_entropy
+from kimi_jax.ops.loss import cross_entropy
+from kimi_jax.parallel.dense import linear_cross_entropy
 from tests import oracles
 from tests.conftest import rel_to_max
 
