@@ -21,7 +21,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 from rich.console import Console
 from rich.table import Table
 
@@ -140,38 +139,13 @@ def devices(topology: Topology) -> list[Any]:
 
 
 def slice_mesh(config: MeshConfig, topology: Topology, found: Sequence[Any]) -> jax.sharding.Mesh | None:
-    """The mesh over all devices of a slice; of several slices, over whose network only `data` reaches."""
+    """The mesh over all devices of a slice, or of several; see `make_mesh`."""
     if config.size != len(found):
         raise ConfigError(
             f"a mesh of {_sizes(config)} = {config.size} devices does not fill the {len(found)} of "
             f"{topology.slices} x {topology.name}; set --mesh.fsdp and others so that the product is {len(found)}"
         )
-    if topology.slices == 1 and topology.chip.devices == 1:
-        return make_mesh(config, found)
-    if config.data % topology.slices:
-        raise ConfigError(
-            f"mesh.data={config.data} does not divide over {topology.slices} slices; set it to a multiple: no other "
-            "axis may cross the network between them"
-        )
-    axes = {name: size for name, size in config.shape.items() if size > 1}
-    inside = replace(config, data=config.data // topology.slices)
-    places = [[d for d in found if getattr(d, "slice_index", 0) == i] for i in range(topology.slices)]
-    if topology.slices == 1:
-        places = [list(found)]
-    parts = []
-    for part in places:
-        try:
-            laid = jax.make_mesh(
-                tuple(inside.shape.values()),
-                tuple(inside.shape),
-                axis_types=(AxisType.Explicit,) * len(inside.shape),
-                devices=part,
-            ).devices
-        except AssertionError:  # two devices a chip that JAX has no layout for (v4): chip by chip
-            laid = np.array(part).reshape(tuple(inside.shape.values()))
-        parts.append(laid)
-    laid = np.concatenate(parts).reshape(tuple(axes.values()))
-    return jax.sharding.Mesh(laid, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes)) if axes else None
+    return make_mesh(config, found)
 
 
 def report(config: Config, topology: str, step: Step = "train", *, rows: int | None = None) -> dict[str, Any]:

@@ -54,11 +54,29 @@ def make_mesh(config: configs.Mesh, devices: Sequence[jax.Device] | None = None)
         )
     if config.size == 1:
         return None
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices[: config.size]:
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    if config.data % len(slices):
+        raise ConfigError(
+            f"mesh.data={config.data} does not divide over {len(slices)} slices; set it to a multiple: no other axis "
+            "may cross the network between them"
+        )
+    shape = (config.data // len(slices), *tuple(config.shape.values())[1:])
+    laid = np.concatenate([_lay(shape, part) for part in slices.values()])
     axes = {name: size for name, size in config.shape.items() if size > 1}
-    shape, types = tuple(axes.values()), (AxisType.Explicit,) * len(axes)
-    # An axis may take a part of a dimension of a TPU's torus, as 4 x 128 of 8 x 8 x 8.
-    laid = mesh_utils.create_device_mesh(shape, devices[: config.size], allow_split_physical_axes=True)
-    return jax.sharding.Mesh(laid, tuple(axes), axis_types=types)
+    return jax.sharding.Mesh(
+        laid.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes)
+    )
+
+
+def _lay(shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Devices in the order that suits the network of a slice."""
+    try:
+        # An axis may take a part of a dimension of a TPU's torus, as 4 x 128 of 8 x 8 x 8.
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except AssertionError:  # two devices a chip that JAX knows no layout for (v4): chip by chip
+        return np.array(devices).reshape(shape)
 
 
 def abstract_mesh(config: configs.Mesh) -> jax.sharding.AbstractMesh:
