@@ -245,9 +245,7 @@ def balanced():
         ("none", "a2a", "ragged"),
     ],
 )
-def test_equals_the_dense_op_and_compiles_once(balance, transport, backend, request, monkeypatch):
-    if balance == "none":
-        monkeypatch.setattr(expert.experts, "RAGGED_ROWS", 20)  # several chunks, whose edges lie inside groups
+def test_equals_the_dense_op_and_compiles_once(balance, transport, backend, request):
     if (balance, transport) == ("exact", "a2a"):
         case = request.getfixturevalue("balanced")
     else:
