@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 Backend = Literal["blocks", "ragged"]
-RAGGED_ROWS = 32768
-"""Rows that the ragged backend multiplies at a time inside balanced experts."""
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 Matrices = Sequence[jax.Array]  # w_gate and w_up [e, d, f], w_down [e, f, d]
 
@@ -151,18 +149,8 @@ _block_matmul.defvjp(lambda *args: (_block_matmul(*args), args), _block_matmul_b
 
 
 def _ragged_matmul(rows, w, sizes):
-    return jax.lax.ragged_dot(rows, w, sizes, preferred_element_type=rows.dtype)
-
-
-def _row_chunks(sizes: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Rows in at most `RAGGED_ROWS` at a time, `[chunks, rows, ..]`, behind the sizes `[chunks, groups]` of each
-    chunk's part of each group: what is as wide as an expert is then never there for all rows."""
-    n = arrays[0].shape[0]
-    count = next((c for c in range(-(-n // RAGGED_ROWS), 65) if n % c == 0), 1)
-    edges = jnp.arange(count, dtype=sizes.dtype)[:, None] * (n // count)
-    ends = jnp.cumsum(sizes, dtype=sizes.dtype)
-    inside = [jnp.clip(at, edges, edges + n // count) for at in (ends - sizes, ends)]
-    return inside[1] - inside[0], *(a.reshape(count, n // count, *a.shape[1:]) for a in arrays)
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    return jax.lax.ragged_dot(rows, w, sizes, preferred_element_type=wide).astype(rows.dtype)
 
 
 def grouped_mlp(
@@ -173,9 +161,7 @@ def grouped_mlp(
     Several parts hold the experts of consecutive groups: with blocks they need not be copied together.
     """
     if not block:
-        matrices, chunks = _whole(parts), _row_chunks(layout.groups, rows)
-        one = lambda chunk: _mlp(partial(_ragged_matmul, sizes=chunk[0]), chunk[1], matrices, activation)  # noqa: E731
-        return jax.lax.map(one, chunks).reshape(rows.shape)
+        return _mlp(partial(_ragged_matmul, sizes=layout.groups), rows, _whole(parts), activation)
     blocks = rows.reshape(-1, block, rows.shape[1])
     out = vary_like(jnp.zeros_like(blocks), blocks, layout.groups, *parts[0])
     for matrices, offset, begin, end in _spans(parts, layout):
@@ -211,21 +197,11 @@ def grouped_mlp_grad(
     if not block:
         contract = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
-        matrices = _whole(parts)
+        def outer(a, b):
+            return jax.lax.ragged_dot_general(a, b, layout.groups, contract, preferred_element_type=wide)
 
-        def add(d_whole, chunk):
-            sizes, rows, share, d_out = chunk
-
-            def outer(a, b):
-                return jax.lax.ragged_dot_general(a, b, sizes, contract, preferred_element_type=wide)
-
-            dot = partial(_ragged_matmul, sizes=sizes)
-            d_rows, d_share, more = _mlp_grad(dot, outer, rows, share, d_out, matrices, activation)
-            return [a + b for a, b in zip(d_whole, more, strict=True)], (d_rows, d_share)
-
-        zero = [vary_like(jnp.zeros(w.shape, wide), rows, share, d_out, layout.groups, *matrices) for w in matrices]
-        d_whole, (d_rows, d_share) = jax.lax.scan(add, zero, _row_chunks(layout.groups, rows, share, d_out))
-        d_rows, d_share = d_rows.reshape(rows.shape), d_share.reshape(share.shape)
+        dot = partial(_ragged_matmul, sizes=layout.groups)
+        d_rows, d_share, d_whole = _mlp_grad(dot, outer, rows, share, d_out, _whole(parts), activation)
         cuts = np.cumsum([matrices[0].shape[0] for matrices in parts])[:-1]
         return d_rows, d_share, [list(part) for part in zip(*(jnp.split(d, cuts) for d in d_whole), strict=True)]
     blocks, d_blocks = (a.reshape(-1, block, a.shape[1]) for a in (rows, d_out))
