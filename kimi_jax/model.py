@@ -131,12 +131,12 @@ class Kimi(nnx.Module):
         h = dense.lookup(self.embed.get_value(), tokens, jnp.dtype(config.dtype))
         if cache is not None:  # tokens past the capacity would overwrite others: better no answer than a wrong one
             h = jnp.where(cache.length + tokens.shape[1] <= cache.capacity, h, jnp.nan)
-        bank: tuple[jax.Array, ...] | None = None
+        bank = None
         parts: dict[str, list[tuple[np.ndarray, jax.Array]]] = {}
         caches = []
         for index, (segment, stack) in enumerate(zip(segments(config), self.segments, strict=True)):
             if starts_block(config, segment.start):
-                bank = (*(bank or ()), h)
+                bank = h[None] if bank is None else jnp.concatenate([bank, h[None]])
                 h = jnp.zeros_like(h)
             cached = None if cache is None else cache.runs[index]
             h, cached, aux = _scan_segment(config, segment, stack, h, bank, documents, cached, slots, collect)
@@ -149,7 +149,7 @@ class Kimi(nnx.Module):
         out.setdefault("max_logits", jnp.zeros((0, config.mla.num_heads)))
         if bank is not None:
             if "blocks" in collect:
-                out["blocks"] = jnp.stack(bank)
+                out["blocks"] = bank
             h = self.output_mix(bank, h)
         if "final_in" in collect:
             out["final_in"] = h

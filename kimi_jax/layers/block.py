@@ -40,7 +40,7 @@ class AttnResidual(nnx.Module):
         self.query = param((d,), "width", zeros, VECTOR, stack=stack, dtype=dtype)
         self.norm = param((d,), "width", ones, VECTOR, stack=stack, dtype=dtype)
 
-    def __call__(self, bank: tuple[jax.Array, ...], partial: jax.Array, fresh: jax.Array | bool = False) -> jax.Array:
+    def __call__(self, bank: jax.Array, partial: jax.Array, fresh: jax.Array | bool = False) -> jax.Array:
         query, gain = self.query.get_value(), self.norm.get_value()
         return attn_residual(bank, partial, query, gain, eps=self.eps, fresh=fresh)
 
@@ -61,7 +61,7 @@ class Layer(nnx.Module):
     def __call__(
         self,
         h: jax.Array,
-        bank: tuple[jax.Array, ...] | None,
+        bank: jax.Array | None,
         fresh: jax.Array,
         documents: jax.Array | None,
         cache: KDACache | MLACache | None,
@@ -71,7 +71,7 @@ class Layer(nnx.Module):
 
         Args:
             h: `[b, t, d]`, the residual stream or the block's running sum.
-            bank: `[b, t, d]` each, embeddings and finished block sums, this block's start included; None without
+            bank: `[n, b, t, d]`, embeddings and finished block sums, this block's start included; None without
                 attention residuals.
             fresh: bool, this layer begins a block: `h` is empty and takes no part in the first mix.
             documents: `[b, t]` or None, see `ops.segments.document_ids`.

@@ -1,13 +1,11 @@
 """Attention Residuals: a layer's input is a learned mixture of the outputs of earlier blocks."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
 
 def attn_residual(
-    bank: Sequence[jax.Array] | jax.Array,
+    bank: jax.Array,
     partial: jax.Array,
     query: jax.Array,
     gain: jax.Array,
@@ -24,8 +22,7 @@ def attn_residual(
     least float32 on the raw sources: a norm rounded to bfloat16 before the dot product drifts.
 
     Args:
-      bank: n outputs [b, t, d] of the finished blocks, the embedding first. Better a tuple than one array
-        [n, b, t, d]: a bank that grows by joining copies all of it for each new block.
+      bank: [n, b, t, d] outputs of the finished blocks, the embedding first.
       partial: [b, t, d] sum of the sublayer outputs of the block under way.
       query: [d] static pseudo-query (`*_res_proj`). Zero at initialisation: the plain average of the sources.
       gain: [d] gain of the key norm (`*_res_norm`).
@@ -39,15 +36,18 @@ def attn_residual(
     """
     wide = jnp.promote_types(partial.dtype, jnp.float32)
     direction = gain.astype(wide) * query.astype(wide)
-    stored = [block.astype(wide) for block in bank]
+    stored = bank.astype(wide)
     running = jnp.where(fresh, 0, partial.astype(wide))
 
     def score(v):  # products and sums, not a matmul: those have fewer bits on some devices
         return jnp.sum(v * direction, axis=-1) * jax.lax.rsqrt(jnp.mean(v * v, axis=-1) + eps)
 
-    scores = jnp.stack([*map(score, stored), jnp.where(fresh, -jnp.inf, score(running))])
-    parts = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=0)))
-    shares = parts / jnp.sum(parts, axis=0)
-    return sum(
-        (share[..., None] * v for share, v in zip(shares, [*stored, running], strict=True)), start=jnp.zeros((), wide)
-    ).astype(partial.dtype)
+    # Bank and partial sum are scored apart: joining them would copy the whole bank for every sublayer.
+    stored_score = score(stored)
+    running_score = jnp.where(fresh, -jnp.inf, score(running))
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(stored_score, axis=0), running_score))
+    stored_part = jnp.exp(stored_score - top)
+    running_part = jnp.exp(running_score - top)
+    total = jnp.sum(stored_part, axis=0) + running_part
+    mixed = jnp.sum((stored_part / total)[..., None] * stored, axis=0) + (running_part / total)[..., None] * running
+    return mixed.astype(partial.dtype)
