@@ -17,11 +17,15 @@ from kimi_jax.config import (
     ModelConfig,
     MoEConfig,
     OptimConfig,
+    Rules,
     Slice,
     Source,
     TokenizerConfig,
     TrainConfig,
 )
+
+# Devices that share a row hold different parts of the weights, too.
+SEQUENCE = Rules(embed=("fsdp", "expert", "seq"), rank=("fsdp", "expert", "seq"), expert_latent=("fsdp", "seq"))
 
 config = Config(
     name="k3",
@@ -73,9 +77,10 @@ config = Config(
     ),
     train=TrainConfig(steps=230_000, accumulation=16, checkpoint_every=500, keep_every=10_000),
     mesh=Mesh(fsdp=4, expert=128, seq=2),
+    rules=SEQUENCE,
     slices=(
         # Parameters, momentum and gradients in f32 fill two thirds of these chips: no room for accumulated gradients.
-        Slice(topology="v5p:8x8x8", mesh=Mesh(fsdp=4, expert=128), batch_size=512, accumulation=1),
+        Slice(topology="v5p:8x8x8", mesh=Mesh(fsdp=2, expert=128, seq=2), batch_size=256, accumulation=1),
         Slice(topology="v5p:8x8x16", mesh=Mesh(fsdp=4, expert=128, seq=2)),
         Slice(topology="tpu7x:8x8x8", mesh=Mesh(fsdp=4, expert=128, seq=2)),
     ),

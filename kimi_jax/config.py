@@ -472,6 +472,8 @@ class Slice:
     """Rows of a step on this slice; None for those of `data`."""
     accumulation: int | None = None
     """Micro-batches of a step on this slice; None for those of `train`."""
+    rules: Rules | None = None
+    """None for those of the config."""
 
     def __post_init__(self):
         _typed(self)
@@ -518,6 +520,7 @@ def on_slice(config: Config, topology: str) -> Config:
             return replace(
                 config,
                 mesh=known.mesh,
+                rules=known.rules or config.rules,
                 data=replace(config.data, batch_size=rows),
                 train=replace(config.train, accumulation=known.accumulation or config.train.accumulation),
             )

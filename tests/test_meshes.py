@@ -56,9 +56,7 @@ MODELS = {"k3": (K3, "quantile"), "kimi_linear": (KIMI_LINEAR, "sign")}
 STEPS = 3
 
 
-def case_config(
-    model: str, mesh: Mesh, accumulation: int = 1, remat: str = "none", x64: bool = False
-) -> Config:
+def case_config(model: str, mesh: Mesh, accumulation: int = 1, remat: str = "none", x64: bool = False) -> Config:
     dtype = "float64" if x64 else "float32"
     shape, balance = MODELS[model]
     rows, length = (8, 32) if accumulation == 1 else (32, 16)
