@@ -25,7 +25,7 @@ from kimi_jax.config import (
 )
 
 # Devices that share a row hold different parts of the weights, too.
-SEQUENCE = Rules(embed=("fsdp", "expert", "seq"), rank=("fsdp", "expert", "seq"), expert_latent=("fsdp", "seq"))
+SEQUENCE = Rules(embed=("fsdp", "expert", "seq"), expert_latent=("fsdp", "seq"))
 
 config = Config(
     name="k3",
