@@ -176,7 +176,10 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
             lowered.compile(compiler_options={"xla_dump_to": folder})
         except jax.errors.JaxRuntimeError as raised:
             if "RESOURCE_EXHAUSTED" not in str(raised):
-                raise ConfigError(f"libtpu refuses the {step} step for {topology}: {str(raised)[:2000]}") from raised
+                ragged = "agged all-to-all" in str(raised) or "HasLimitedIciRouting" in str(raised)
+                mend = "\nThis slice has no ragged all-to-all; set --model.moe.transport a2a" if ragged else ""
+                message = f"libtpu refuses the {step} step for {topology}: {str(raised)[:2000]}{mend}"
+                raise ConfigError(message) from raised
             error = str(raised)
         compiled_after = time.perf_counter() - began - lowered_after
         assignment, usage, program = hlo.dumped(Path(folder))
@@ -186,7 +189,7 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
     rest = total - sum(sizes.values())
     work = flops.total(counted)
     # Of the spans of a causal row the last sees most: with n of them, 2 - 1/n times the mean.
-    spans = config.mesh.seq if step == "train" else 1
+    spans = math.prod(getattr(config.mesh, axis) for axis in config.rules.time) if step == "train" else 1
     busiest = work.run + counted["MLA attention"].run * (spans - 1) // spans
     result: dict[str, Any] = {
         "config": config.name,
@@ -349,6 +352,7 @@ def _lowered(config: Config, mesh, step: Step, rows: int | None):
             "batch": device_bytes(batch),
         }
         return train._jitted_step(config).lower(state, batch), sizes, flops.train(config)
+    config = replace(config, rules=generation.generation_rules(config.rules))
     rows = rows or math.prod(getattr(config.mesh, axis) for axis in config.rules.batch)
     model = place(Kimi(config.model), config.rules)
     cache = cache_shapes(config.model, rows, length, config.rules)

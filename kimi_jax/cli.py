@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import tyro
 
-from kimi_jax.config import Config, ConfigError, Source, load_config, on_slice, shipped_configs
+from kimi_jax.config import Config, ConfigError, Mesh, Source, load_config, on_slice, shipped_configs
 
 USAGE = """usage: kimi-jax COMMAND ...
 
@@ -34,6 +34,8 @@ class TrainArgs:
     """Remove what an earlier run of this name left, and begin anew."""
     dry_run: bool = False
     """Print shapes, memory, tokens and steps, and stop."""
+    topology: str = ""
+    """Take the mesh, rules and batch that the config has for this slice, e.g. v5p:8x8x8."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class EvalArgs:
     """Text to read; the run's validation text by default."""
     max_tokens: int | None = None
     """Stop after so many tokens."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """Devices to use; one by default, whatever wrote the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class GenerateArgs:
     """0 takes the likeliest token."""
     top_p: float = 0.95
     seed: int = 0
+    mesh: Mesh = field(default_factory=Mesh)
+    """Devices to use; one by default, whatever wrote the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,11 @@ def train(argv: Sequence[str] | None = None) -> None:
     """`kimi-jax train NAME [--dotted.overrides]`, and all of `train_main.py`."""
     config, argv = _named_config(sys.argv[1:] if argv is None else argv, "kimi-jax train")
     with _plain_errors():
+        name = _value(argv, "--topology")
+        known = [each.topology for each in config.slices]
+        if name is not None and name not in known:
+            raise ConfigError(f"{config.name} has no mesh for {name!r}; it has {known}; or set --mesh.*")
+        config = config if name is None else on_slice(config, name)
         args = tyro.cli(TrainArgs, args=argv, default=TrainArgs(config), prog="train NAME")
         from kimi_jax import inspect as inspection
         from kimi_jax import train as training
@@ -135,9 +146,10 @@ def train(argv: Sequence[str] | None = None) -> None:
 def evaluate(argv: Sequence[str]) -> None:
     with _plain_errors():
         args = tyro.cli(EvalArgs, args=_source_last(argv), prog="kimi-jax eval")
-        from kimi_jax import runs
+        from kimi_jax import runs, sharding
 
-        result = runs.evaluate(args.checkpoint, args.step, args.source, args.max_tokens)
+        with sharding.on(sharding.make_mesh(args.mesh)):
+            result = runs.evaluate(args.checkpoint, args.step, args.source, args.max_tokens)
         print(f"{result['bytes']:,} bytes, {result['tokens']:,.0f} tokens, {result['loss']:.4f} nats a token")
         print(f"bits per byte: {result['bits_per_byte']:.4f}")
 
@@ -158,22 +170,23 @@ def _source_last(argv: Sequence[str]) -> list[str]:
 def generate(argv: Sequence[str]) -> None:
     with _plain_errors():
         args = tyro.cli(GenerateArgs, args=argv, prog="kimi-jax generate")
-        from kimi_jax import runs
+        from kimi_jax import runs, sharding
 
-        pieces = runs.generate(
-            args.checkpoint,
-            args.prompt,
-            step=args.step,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            seed=args.seed,
-        )
-        first = next(pieces)  # a mistake shows before anything is printed
-        print(args.prompt + first, end="", flush=True)
-        for text in pieces:
-            print(text, end="", flush=True)
-        print()
+        with sharding.on(sharding.make_mesh(args.mesh)):
+            pieces = runs.generate(
+                args.checkpoint,
+                args.prompt,
+                step=args.step,
+                max_new_tokens=args.max_new_tokens,
+                temperature=args.temperature,
+                top_p=args.top_p,
+                seed=args.seed,
+            )
+            first = next(pieces)  # a mistake shows before anything is printed
+            print(args.prompt + first, end="", flush=True)
+            for text in pieces:
+                print(text, end="", flush=True)
+            print()
 
 
 def inspect(argv: Sequence[str]) -> None:
@@ -192,8 +205,7 @@ def aot(argv: Sequence[str]) -> None:
 
         # The slice's own mesh is the default that options change, so the topology is read before they are.
         name = _value(argv, "--topology")
-        if name is not None and not any(part.startswith("--mesh.") for part in argv):
-            config = on_slice(config, name)
+        config = config if name is None else on_slice(config, name)
         args = tyro.cli(AotArgs, args=argv, default=AotArgs(config, name or "list"), prog="kimi-jax aot NAME")
         result = ahead.report(args.config, args.topology, args.step, rows=args.rows)
         ahead.show(result)

@@ -38,7 +38,7 @@ def _check(ok: bool, message: str) -> None:
 def _positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        _check(value >= 1, f"{type(config).__name__}.{name}={value} must be at least 1")
+        _check(value >= 1, f"{type(config).__name__}.{name}={value} must be at least 1; set it to 1 or more")
 
 
 def _finite(config: object, *names: str, zero: bool = False) -> None:
@@ -445,7 +445,7 @@ class Rules:
             _check(len(set(axes)) == len(axes), f"Rules.{name}={axes} names a mesh axis twice")
         for name in ("time", "experts"):
             axes = getattr(self, name)
-            _check(len(axes) <= 1, f"Rules.{name}={axes} may name one mesh axis")
+            _check(len(axes) <= 1, f"Rules.{name}={axes} names {len(axes)} mesh axes; keep one of them, or none")
         tokens = self.batch + self.time
         for name in ("embed", "rank", "gate_rank", "experts", "expert_latent"):
             axes = getattr(self, name)
@@ -508,6 +508,13 @@ class Config:
             f"sequence_length={self.data.sequence_length} is over the model's "
             f"max_position_embeddings={self.model.max_position_embeddings}",
         )
+        used = {axis for name in vars(self.rules) for axis in getattr(self.rules, name)}
+        for axis, size in self.mesh.shape.items():
+            _check(
+                size == 1 or axis in used,
+                f"mesh.{axis}={size}, but no rule cuts anything over {axis}: its devices would all do the same; set it "
+                f"to 1, or name {axis} in one of rules.{', '.join(vars(self.rules))}",
+            )
         plain = Path(self.name).name == self.name and self.name not in ("", "..") and "\0" not in self.name
         _check(plain, f"name={self.name!r} must be the plain name of a folder, e.g. 'k3_tiny'")
 

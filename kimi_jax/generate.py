@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -81,7 +82,7 @@ def stream(
     key = jax.random.key(0) if key is None else key
     sample = partial(_sample, temperature=temperature, top_p=top_p)
     length = _rounded(max(len(prompt) for prompt in prompts))
-    mesh, rules = current_mesh(), rules or Rules()
+    mesh, rules = current_mesh(), generation_rules(rules or Rules())
     rows, row = (placed(mesh, rules, names) for names in (("batch", "slots"), ("batch",)))
     ways = 1 if row is None else row.num_devices // row.shard_shape((row.num_devices,))[0]
     tokens = np.zeros((-(-len(prompts) // ways) * ways, length), np.int32)  # rows of padding fill up the mesh
@@ -101,6 +102,11 @@ def stream(
         yield [None if finished else int(t) for t, finished in zip(token, done, strict=False)]
         if step + 1 < max_new_tokens:
             cache, logits = decode(model, cache, to_devices({"token": token}, row)["token"])
+
+
+def generation_rules(rules: Rules) -> Rules:
+    """Steps of one token cannot be cut over time: devices that would share a row take rows of their own."""
+    return replace(rules, batch=(*rules.batch, *rules.time), time=())
 
 
 @partial(jax.jit, donate_argnums=1)

@@ -43,7 +43,7 @@ def make_mesh(config: configs.Mesh, devices: Sequence[jax.Device] | None = None)
             + (
                 f", or emulate them: JAX_NUM_CPU_DEVICES={config.size} (or XLA_FLAGS="
                 f"--xla_force_host_platform_device_count={config.size})"
-                if devices and devices[0].platform == "cpu"
+                if devices[0].platform == "cpu" and config.size <= 64
                 else ""
             )
         )
@@ -56,7 +56,9 @@ def make_mesh(config: configs.Mesh, devices: Sequence[jax.Device] | None = None)
         return None
     slices: dict[int, list[jax.Device]] = {}
     for device in devices[: config.size]:
-        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+        # Elsewhere every host counts as a slice of its own.
+        slice_index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+        slices.setdefault(slice_index, []).append(device)
     if config.data % len(slices):
         raise ConfigError(
             f"mesh.data={config.data} does not divide over {len(slices)} slices; set it to a multiple: no other axis "

@@ -10,15 +10,13 @@ a span's own say neither whether its first token continues the document before, 
 first. None: each row is one document.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kimi_jax.ops import conv, segments
 from kimi_jax.ops import kda as kda_op
-from kimi_jax.sharding import vary, varying
+from kimi_jax.parallel.dense import gather_weight
 
 
 def local_span(documents: jax.Array | None, t: int, axis: str | None) -> jax.Array | None:
@@ -143,21 +141,5 @@ def gather_latents(latent: jax.Array, axis: str | None, axes: tuple[str, ...] = 
       axis: the mesh axis of the spans, or None.
       axes: mesh axes over which the row is used differently, such as those of heads.
     """
-    return _gather(latent, axis, axes)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(latent, axis, axes):
-    return vary(latent if axis is None else lax.all_gather(latent, axis, axis=1, tiled=True), axes)
-
-
-def _gather_backward(axis, axes, like, d_row):
-    d_row = d_row.astype(jnp.promote_types(like.dtype, jnp.float32))
-    repeated = tuple(name for name in axes if name != axis and name not in varying(like))
-    if axis is not None:
-        d_row = lax.psum_scatter(d_row, axis, scatter_dimension=1, tiled=True)
-    return ((lax.psum(d_row, repeated) if repeated else d_row).astype(like.dtype),)
-
-
-# An empty array carries the dtype and mesh axes of the latents to the backward pass.
-_gather.defvjp(lambda latent, axis, axes: (_gather(latent, axis, axes), latent[:0]), _gather_backward)
+    spans = () if axis is None else (axis,)
+    return gather_weight(latent, ((), spans, ()), axes, latent.dtype)

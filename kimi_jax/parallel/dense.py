@@ -126,12 +126,16 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
         ids = tokens.reshape(-1)
         if width:
             ids = jax.lax.all_gather(ids, width, tiled=True)
+        size = table.shape[0]
+        ways = jax.lax.axis_size(vocab) if vocab else 1
+        outside = (ids < 0) | (ids >= size * ways)
         if vocab:
-            ids = ids - jax.lax.axis_index(vocab) * table.shape[0]
-            ids = jnp.where((ids >= 0) & (ids < table.shape[0]), ids, table.shape[0])
-        x = table.at[ids].get(mode="fill", fill_value=0 if vocab else None).astype(dtype)
+            ids = ids - jax.lax.axis_index(vocab) * size
+        ids = jnp.where((ids >= 0) & (ids < size), ids, size)
+        x = table.at[ids].get(mode="fill", fill_value=0).astype(dtype)
         if vocab:
             x = jax.lax.psum(x, vocab)
+        x = jnp.where(outside[:, None], jnp.nan, x)  # better no answer than that of another token
         if width:
             x = jax.lax.all_to_all(x, width, split_axis=0, concat_axis=1, tiled=True)
         return x.reshape(*shape, -1)
