@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kimi_jax.config import ConfigError
 
@@ -92,14 +100,106 @@ def is_lead() -> bool:
     return jax.process_index() == 0
 
 
-def barrier(name: str) -> None:
-    """Waits until every process is here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+@contextmanager
+def together(*names: str) -> Iterator[dict[str, Any]]:
+    """A part of the setup that all processes finish, or none: where one fails, all raise. A collective call.
 
+    It yields an empty dict, for the body to put a value under each name; all processes must have the same. The body
+    itself does nothing collective. With a single process, what it raises is raised, and that is all.
 
-def largest(value: int) -> int:
-    """The largest of the processes' values: the same decision everywhere. A collective call."""
+    >>> with together("config") as same:
+    ...     same["config"] = {"steps": 3}
+
+    Args:
+        names: of the values to compare, as they are to stand in a message; `repr` is what is compared.
+
+    Raises:
+        ConfigError: another process failed, or has other values.
+    """
+    same: dict[str, Any] = {}
     if jax.process_count() == 1:
-        return value
-    return int(np.max(multihost_utils.process_allgather(np.int32(value))))
+        yield same
+        return
+    with end_alone():
+        error = None
+        try:
+            yield same
+        except Exception as raised:
+            error = raised
+            # Now, and not only when the last process is here to be told: it may have hours of text to read.
+            print(f"process {jax.process_index()} refuses to start: {error}", file=sys.stderr, flush=True)
+        own = np.zeros(1 + len(names), np.uint32)  # failed or not, then a hash of each value
+        own[0] = error is not None
+        if error is None:
+            own[1:] = [_hash(same[name]) for name in names]
+        every = np.asarray(multihost_utils.process_allgather(own))
+    if error is not None:
+        raise error
+    failed = np.flatnonzero(every[:, 0])
+    if failed.size:
+        raise ConfigError(f"process {failed[0]} refused to start; see its log")
+    for name, column in zip(names, every[:, 1:].T, strict=True):
+        usual = column[np.argmax([np.sum(column == value) for value in column])]
+        other = np.flatnonzero(column != usual)
+        if other.size:
+            raise ConfigError(
+                f"the {name} of process {', '.join(map(str, other))} is not that of process "
+                f"{np.argmax(column == usual)}; start all of them with the same command, packages and files"
+            )
+
+
+def _hash(value: Any) -> int:
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=4).digest(), "little")
+
+
+@contextmanager
+def end_alone(*shared: type[BaseException]) -> Iterator[None]:
+    """Ends this process at once, with 1, at an error that the others may not have.
+
+    Python's own way out would wait for them, who wait for this one's part of a collective; once its heartbeats stop
+    they end too. With a single process an error is an error.
+
+    Args:
+        shared: exceptions that all processes raise at the same place; they pass.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if jax.process_count() == 1 or isinstance(error, shared):
+            raise
+        if isinstance(error, ConfigError):
+            print(error, file=sys.stderr)
+        else:
+            traceback.print_exc()
+        print(
+            f"process {jax.process_index()} ends; the others follow when its heartbeats are missed. Start all again: "
+            "the run goes on from its last checkpoint",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def largest(value: int) -> jax.Array:
+    """The largest of the processes' values, int32 []: the same decision everywhere. A collective call.
+
+    It waits for nothing: `int()` of the result does, and for what the devices had to do before.
+    """
+    flags = _flags(value)
+    with jax.set_mesh(flags.sharding.mesh):  # type: ignore[attr-defined]
+        return _maximum()(flags)
+
+
+@lru_cache(maxsize=4)  # a run asks at each step, nearly always with 0: nothing is sent to the devices then
+def _flags(value: int) -> jax.Array:
+    """The value on each of this process's devices, as part of one array over all devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "all")
+    own = [jax.device_put(np.full(1, value, np.int32), device) for device in jax.local_devices()]
+    split = NamedSharding(mesh, PartitionSpec("all"))
+    return jax.make_array_from_single_device_arrays((mesh.size,), split, own)
+
+
+@lru_cache(maxsize=1)
+def _maximum():
+    return jax.jit(jnp.max, out_shardings=PartitionSpec())

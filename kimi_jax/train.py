@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,19 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
         ConfigError: a setting, checkpoint, tokenizer, data or disk that cannot work, before training starts.
         Interrupted: after Ctrl-C or SIGTERM; the state is saved.
         TooManySkips: the last good checkpoint is kept, and the batch is in `skipped_batch.npz`.
+
+    With several processes, what one of them raises before training starts all of them raise; after that, one with
+    an error of its own prints it and ends at once (`distributed.end_alone`), and the others with it.
     """
     distributed.initialize()
-    exact = "float64" in (config.model.dtype, config.model.param_dtype)
-    if exact and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        raise ConfigError('float64 needs JAX_ENABLE_X64=1 or jax.config.update("jax_enable_x64", True)')
-    with sharding.on(sharding.make_mesh(config.mesh)):
+    with distributed.together("config", "version of kimi-jax or JAX") as same:
+        exact = "float64" in (config.model.dtype, config.model.param_dtype)
+        if exact and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise ConfigError('float64 needs JAX_ENABLE_X64=1 or jax.config.update("jax_enable_x64", True)')
+        same["config"] = _without_paths(to_dict(config)), restart
+        same["version of kimi-jax or JAX"] = _versions()
+        mesh = sharding.make_mesh(config.mesh)
+    with sharding.on(mesh):
         return _run(config, restart)
 
 
@@ -100,67 +108,79 @@ def _run(config: Config, restart: bool) -> dict[str, Any]:
     terminal = False if notebook else None
     console = Console(highlight=False, force_jupyter=False, force_terminal=terminal, quiet=not distributed.is_lead())
     folder = Path(config.train.runs_dir) / config.name
-    optimizer = make_optimizer(config)
-    shapes = abstract_state(config, optimizer)
-    cut = batch_sharding(config)
-    part = sharding.process_part(cut, config.data.batch_size)
-    _check_folder(folder, config, checkpoint.host_bytes(shapes))
-    fresh = _data(config, None, console) if restart else None  # what is refused is refused before anything is removed
-    if restart and distributed.is_lead():
-        _remove(folder)
-    distributed.barrier("run folder")
-    with (
-        _signals() as stop,
-        checkpoint.opened(
-            folder / "checkpoints", keep_last=config.train.keep_last, keep_every=config.train.keep_every, write=True
-        ) as checkpoints,
-    ):
-        saved = None if checkpoints.latest is None else checkpoints.metadata()
-        if saved is not None:
-            check_same(saved["config"], to_dict(config), folder)
-            latest, steps = checkpoints.latest or 0, config.train.steps
-            if latest > steps:
+    with distributed.together():
+        optimizer = make_optimizer(config)
+        shapes = abstract_state(config, optimizer)
+        part = sharding.process_part(batch_sharding(config), config.data.batch_size)
+        _check_folder(folder, config, checkpoint.host_bytes(shapes))
+        # What is refused is refused before anything is removed.
+        fresh = _data(config, None, console) if restart else None
+    with distributed.together():
+        if restart and distributed.is_lead():
+            _remove(folder)
+    with ExitStack() as stack:
+        stop = stack.enter_context(_signals())
+        with distributed.end_alone():
+            keep = {"keep_last": config.train.keep_last, "keep_every": config.train.keep_every}
+            checkpoints = stack.enter_context(checkpoint.opened(folder / "checkpoints", **keep, write=True))
+        with distributed.together("latest checkpoint", "training text or tokenizer") as same:
+            latest = same["latest checkpoint"] = checkpoints.latest
+            saved = None if latest is None else checkpoints.metadata()
+            final = None if saved is None else _check_saved(saved, latest or 0, config, folder)
+            tokenizer = None if saved is None else tokenizers.load(folder / "tokenizer")
+            data = None if final is not None else fresh or _data(config, tokenizer, console)
+            if data is not None and saved is not None and saved["data"] != data.fingerprint:
                 raise ConfigError(
-                    f"{folder} is at step {latest}, past train.steps={steps}; raise it, choose another --name, or "
-                    "begin anew with --restart"
+                    f"the training text is not that of the checkpoint in {folder} (documents or tokenizer changed); "
+                    "restore it, or begin anew with --restart"
                 )
-            final = _final_record(folder, steps)
-            if final is not None and latest == steps:
-                console.print(f"This run is finished at step {config.train.steps}; --restart begins anew.")
-                _print_summary(console, folder, final)
-                return final
-        tokenizer = None if saved is None else tokenizers.load(folder / "tokenizer")
-        data = fresh or _data(config, tokenizer, console)
-        if saved is None:
-            if distributed.is_lead():
-                data.tokenizer.save(folder / "tokenizer")
-        elif saved["data"] != data.fingerprint:
-            raise ConfigError(
-                f"the training text is not that of the checkpoint in {folder} (documents or tokenizer changed); "
-                "restore it, or begin anew with --restart"
-            )
-        batches = data.train_iterator(seed=config.train.seed, shard=part)
-        if saved is None:
-            state = init_state(config, optimizer)
+            same["training text or tokenizer"] = data and data.fingerprint
+        if data is None:
+            assert final is not None
+            console.print(f"This run is finished at step {config.train.steps}; --restart begins anew.")
         else:
-            state = checkpoints.restore(shapes)
-            batches.set_state(saved["batches"])
-            console.print(f"Continuing from step {checkpoints.latest}.")
-        stop.agreed()
-        stop.check(f"Stopped before the first step. The same command starts: {_command()}")
-        if distributed.is_lead():
-            _write(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
-        log = metrics.Metrics(
-            folder, first_step=int(state.step), tensorboard=config.train.tensorboard, write=distributed.is_lead()
-        )
-        try:
-            state = _loop(config, state, data, batches, checkpoints, log, folder, stop, console)
-            checkpoints.wait()  # a run is finished when its last checkpoint is whole
-            final = _finish(config, state, data, log, folder, stop, console)
-        finally:
-            log.close()
+            with distributed.end_alone(Interrupted, TooManySkips):
+                final = _train(config, data, part, saved, checkpoints, folder, stop, console)
     _print_summary(console, folder, final)
     return final
+
+
+def _check_saved(saved: dict, latest: int, config: Config, folder: Path) -> dict | None:
+    """Refuses to go on from a checkpoint that is not this run's; gives the final record if the run is finished."""
+    check_same(saved["config"], to_dict(config), folder)
+    steps = config.train.steps
+    if latest > steps:
+        raise ConfigError(
+            f"{folder} is at step {latest}, past train.steps={steps}; raise it, choose another --name, or "
+            "begin anew with --restart"
+        )
+    return _final_record(folder, steps) if latest == steps else None
+
+
+def _train(config, data: Data, part, saved, checkpoints, folder: Path, stop, console) -> dict[str, Any]:
+    """`run`, of what is set up: the state, the loop and the end."""
+    batches = data.train_iterator(seed=config.train.seed, shard=part)
+    optimizer = make_optimizer(config)
+    if saved is None:
+        if distributed.is_lead():
+            data.tokenizer.save(folder / "tokenizer")
+        state = init_state(config, optimizer)
+    else:
+        state = checkpoints.restore(abstract_state(config, optimizer))
+        batches.set_state(saved["batches"])
+        console.print(f"Continuing from step {checkpoints.latest}.")
+    stop.agreed(now=True)
+    stop.check(f"Stopped before the first step. The same command starts: {_command()}")
+    lead = distributed.is_lead()
+    if lead:
+        _write(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
+    log = metrics.Metrics(folder, first_step=int(state.step), tensorboard=config.train.tensorboard, write=lead)
+    try:
+        state = _loop(config, state, data, batches, checkpoints, log, folder, stop, console)
+        checkpoints.wait()  # a run is finished when its last checkpoint is whole
+        return _finish(config, state, data, log, folder, stop, console)
+    finally:
+        log.close()
 
 
 def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, console) -> State:
@@ -200,7 +220,7 @@ def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, co
                 some = data.validation_batches(max_tokens=train.eval_tokens)
                 log.write(done, "eval", **display.evaluated(evaluate(eval_step, state.params, some, cut=cut)))
                 log.plot(folder / "curves.png")
-            stopping = stop.agreed()  # read once: a signal from here on waits for the next step
+            stopping = stop.agreed(now=last)  # read once: a signal from here on waits for the next step
             if stopping or due:
                 flush()
                 save()
@@ -217,7 +237,7 @@ def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, 
         result = evaluate(evaluation_step(config), state.params, data.validation_batches(), stop, cut=cut)
     raw = data.validation_bytes()
     packed = len(lzma.compress(raw, preset=9))
-    stop.agreed()
+    stop.agreed(now=True)
     stop.check(f"Stopped; training is finished. The same command ends it: {_command()}")
     if config.train.sample_tokens:
         model = with_arrays(Kimi(config.model), state.params)
@@ -238,6 +258,17 @@ def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, 
     log.write(config.train.steps, "final", **final)
     log.plot(folder / "curves.png")
     return {"step": config.train.steps, "kind": "final", **final}
+
+
+def _without_paths(config: dict) -> dict[str, Any]:
+    return {key: leaf for key, leaf in _leaves(config).items() if not key.endswith((".path", ".runs_dir"))}
+
+
+def _versions() -> tuple[str, str]:
+    try:
+        return version("kimi-jax"), jax.__version__
+    except PackageNotFoundError:  # imported from a checkout that is not installed
+        return "", jax.__version__
 
 
 def _unnamed(config: Config) -> Config:
@@ -423,6 +454,8 @@ class _Stop:
     """The signal that this process got."""
     verdict: int | None = None
     """The signal that all processes have agreed to stop for."""
+    asked: jax.Array | None = None
+    """What the processes are about to agree on, once the devices come to it."""
 
     def __call__(self, signum: int, frame) -> None:
         if self.signum is not None:
@@ -430,10 +463,18 @@ class _Stop:
         self.signum = signum
         print("\nStopping at the next safe point; again to stop at once.", file=sys.stderr)
 
-    def agreed(self) -> bool:
-        """Whether any process was asked to stop: all of them save, or none. A collective call."""
-        # A signal that comes while the processes talk counts at their next talk.
-        self.verdict = distributed.largest(self.signum or 0) or None
+    def agreed(self, *, now: bool = False) -> bool:
+        """Whether any process was asked to stop: all of them save, or none. A collective call.
+
+        With several processes, it is what they were asked before the last call, unless `now`: this call's question
+        is queued behind the step just dispatched, and to read it would leave the devices idle until the next one.
+        """
+        if jax.process_count() == 1:
+            self.verdict = self.signum
+            return self.verdict is not None
+        before, self.asked = self.asked, distributed.largest(self.signum or 0)
+        read = self.asked if now else before
+        self.verdict = None if read is None else int(read) or None
         return self.verdict is not None
 
     def check(self, message: str) -> None:
@@ -481,14 +522,22 @@ def _check_folder(folder: Path, config: Config, state_bytes: int) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error}; choose another --train.runs-dir") from error
     needed = state_bytes * (config.train.keep_last + 1)
-    files = (file for file in folder.rglob("*") if not file.name.startswith(".write_test"))  # others' come and go
-    held = sum(file.stat().st_size for file in files if file.is_file())
-    free = shutil.disk_usage(folder).free + held
+    free = shutil.disk_usage(folder).free + _size(folder)
     if needed > free:
         raise ConfigError(
             f"{folder}: {config.train.keep_last} checkpoints and one being written need {needed:,} bytes, "
             f"{free:,} are free; choose another --train.runs-dir or a smaller --train.keep-last"
         )
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in a folder, as far as other processes do not take them away meanwhile."""
+    held = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                held += os.stat(os.path.join(parent, name)).st_size
+    return held
 
 
 def _remove(folder: Path) -> None:

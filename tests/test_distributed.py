@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from kimi_jax import distributed, metrics, train
+from kimi_jax import distributed, metrics, sharding, train
 from kimi_jax.config import ConfigError, Mesh
 from tests import tiny
 
@@ -26,6 +26,7 @@ HEARTBEAT = 10
 """Seconds of silence after which a process counts as dead; JAX's default is 100."""
 
 PROCESS = f"""
+import os
 import jax
 import jax._src.cache_key as keys
 # A CPU's topology names the process, so that two processes would each compile every program, at each start.
@@ -33,14 +34,40 @@ if hasattr(keys, "_hash_accelerator_config"):
     keys._hash_accelerator_config = keys._hash_devices
     jax.config.update("jax_share_binary_between_hosts", True)
     jax.config.update("jax_share_binary_between_hosts_timeout_ms", 300_000)
-from kimi_jax import cli, distributed
+from kimi_jax import cli, distributed, metrics
+if "SIGNAL" in os.environ:  # one that comes at a record, not when another process gets round to sending it
+    number, record = map(int, os.environ["SIGNAL"].split())
+    def write_and_signal(self, step, kind, write=metrics.Metrics.write, **values):
+        write(self, step, kind, **values)
+        if step == record:
+            os.kill(os.getpid(), number)
+    metrics.Metrics.write = write_and_signal
 distributed.initialize(heartbeat_timeout_seconds={HEARTBEAT})
 cli.main()
 """
+"""Of `kimi-jax`; with SIGNAL="15 4" it sends itself signal 15 when it has written step 4."""
+
+ATTEMPTS = """
+import sys, time
+from kimi_jax import distributed, load_config, train
+from kimi_jax.config import ConfigError
+distributed.initialize()
+import jax
+for file in sys.argv[2:]:
+    try:
+        train.run(load_config(file))
+    except ConfigError as error:
+        print("refused:", error, flush=True)
+with distributed.end_alone():
+    if jax.process_index() == 0:
+        raise OSError("the disk is full")
+    time.sleep(300)
+"""
+"""Tries each config, and then one process fails alone, as in the loop."""
 
 
-def start(config: Path, cache: Path, logs: Path) -> list[subprocess.Popen]:
-    """Two processes with four CPU devices each, joined by environment variables."""
+def start(configs: tuple[str, str], cache: Path, logs: Path, script=PROCESS, **last: str) -> list[subprocess.Popen]:
+    """Two processes with four CPU devices each, joined by environment variables; `last` are the last one's own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -55,10 +82,10 @@ def start(config: Path, cache: Path, logs: Path) -> list[subprocess.Popen]:
         "JAX_NUM_PROCESSES": "2",
     }
     processes = []
-    for index in range(2):
+    for index, (config, more) in enumerate(zip(configs, ({}, last), strict=True)):
         with (logs / f"{index}.txt").open("w") as log:
-            command = [sys.executable, "-c", PROCESS, "train", str(config)]
-            own = environment | {"JAX_PROCESS_ID": str(index)}
+            command = [sys.executable, "-c", script, "train", *config.split()]
+            own = environment | {"JAX_PROCESS_ID": str(index)} | more
             processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
     return processes
 
@@ -78,26 +105,21 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
     def output(index: int) -> str:
         return (tmp_path / f"{index}.txt").read_text()
 
-    def start_and_wait(records: int) -> None:
-        processes[:] = start(file, tmp_path / "cache", tmp_path)
-        while len(train_rows(folder)) < records:
-            assert all(process.poll() is None for process in processes), output(0) + output(1)
-            time.sleep(0.01)
-
     try:
         # Preempted: the signal reaches one process, both save the same step and call it success.
-        start_and_wait(4)
-        processes[1].send_signal(signal.SIGTERM)
+        both = (str(file), str(file))
+        processes[:] = start(both, tmp_path / "cache", tmp_path, SIGNAL=f"{signal.SIGTERM.value} 4")
         assert [process.wait(timeout=120) for process in processes] == [0, 0], output(0) + output(1)
         for index in range(2):
             assert "Stopped and saved at step" in output(index) and "The same command goes on:" in output(index)
+        # Step 4 is written after step 5 is dispatched; the processes are asked then, and answer one step later.
         saved = len(train_rows(folder))
+        assert saved == 6
         assert (folder / "checkpoints" / str(saved)).is_dir()
 
         # Killed: the other does not wait for ever, and fails.
-        start_and_wait(saved + 4)
-        assert f"Continuing from step {saved}." in output(0) and "Continuing" not in output(1)
-        processes[1].kill()
+        processes[:] = start(both, tmp_path / "cache", tmp_path, SIGNAL=f"{signal.SIGKILL.value} {saved + 4}")
+        assert processes[1].wait(timeout=120) == -signal.SIGKILL, output(0) + output(1)
         began = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(lambda: (processes[0].wait(timeout=120), time.monotonic() - began))
@@ -105,9 +127,10 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
         status, seconds = ended.result()
         print(f"the other process ended {seconds:.1f} s after the kill, with {status}; heartbeat {HEARTBEAT} s")
         assert status not in (0, None)
+        assert f"Continuing from step {saved}." in output(0) and "Continuing" not in output(1)
 
         # Started again, they end together.
-        processes[:] = start(file, tmp_path / "cache", tmp_path)
+        processes[:] = start(both, tmp_path / "cache", tmp_path)
         assert [process.wait(timeout=300) for process in processes] == [0, 0], output(0) + output(1)
     finally:
         for process in processes:
@@ -126,6 +149,67 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
     (final,) = (row for row in metrics.read(folder / "metrics.jsonl") if row["kind"] == "final")
     assert final["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=2e-6)
     assert final["bytes"] == expected["bytes"]
+
+
+def test_what_one_process_refuses_ends_all_at_once(tmp_path):
+    good = replace(tiny.config(tmp_path, steps=4, sample_tokens=0), mesh=Mesh(data=2, fsdp=4))
+    good = replace(good, data=replace(good.data, batch_size=8))
+    (source,) = good.data.sources
+    other = replace(good, train=replace(good.train, seed=1))
+    absent = replace(good, data=replace(good.data, sources=(replace(source, path=str(tmp_path / "absent")),)))
+    for name, config in (("good", good), ("other", other), ("absent", absent)):
+        (tmp_path / f"{name}.py").write_text(f"from kimi_jax.config import *\nconfig = {config!r}\n")
+    files = {name: str(tmp_path / f"{name}.py") for name in ("good", "other", "absent")}
+
+    def end(attempts, script) -> tuple[list[int], list[str]]:
+        processes = start(attempts, tmp_path / "cache", tmp_path, script)
+        try:
+            statuses = [process.wait(timeout=60) for process in processes]  # JAX alone would wait for 300 s
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return statuses, [(tmp_path / f"{index}.txt").read_text() for index in range(2)]
+
+    statuses, (first, second) = end((files["good"], files["absent"]), PROCESS)
+    assert statuses == [1, 1], first + second
+    assert first.splitlines()[-1].endswith("process 1 refused to start; see its log")
+    assert str(tmp_path / "absent") in second.splitlines()[-1] and "refused" not in second
+
+    several = (f"{files['good']} {files['absent']}", f"{files['other']} {files['good']}")
+    statuses, (first, second) = end(several, ATTEMPTS)
+    for output in (first, second):
+        assert "refused: the config of process 1 is not that of process 0; start all" in output
+    assert "refused: process 0 refused to start" in second
+    assert statuses[0] == 1 and "OSError: the disk is full\nprocess 0 ends" in first
+    assert statuses[1] != 0, second
+    assert not list((tmp_path / "runs").rglob("metrics.jsonl"))
+
+
+def test_largest_is_not_waited_for_and_on_any_mesh():
+    with sharding.on(sharding.make_mesh(Mesh(data=2, fsdp=4))):
+        found = distributed.largest(15)
+        assert isinstance(found, jax.Array) and found.is_fully_replicated and int(found) == 15
+    assert int(distributed.largest(0)) == 0
+
+
+def test_processes_stop_by_what_they_were_asked_a_step_ago(monkeypatch):
+    """With two processes' answers told: a question is read at the next one, or at once when it is the last."""
+    answers = iter([0, 15, 15, 15])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "largest", lambda value: next(answers))
+    stop = train._Stop()
+    assert [stop.agreed(), stop.agreed(), stop.agreed()] == [False, False, True]
+    with pytest.raises(train.Interrupted):
+        stop.check("stopped")
+    answers = iter([0, 15])
+    stop = train._Stop()
+    assert [stop.agreed(), stop.agreed(now=True)] == [False, True]
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    stop = train._Stop()
+    assert not stop.agreed()
+    stop(signal.SIGTERM, None)
+    assert stop.agreed()
 
 
 SLURM = {

@@ -8,15 +8,17 @@ from dataclasses import replace
 from functools import lru_cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax import sharding
+from kimi_jax import cli, sharding, train
 from kimi_jax.checkpoint import flatten
-from kimi_jax.config import Config, DataConfig, Mesh, OptimConfig, TrainConfig
-from kimi_jax.layers.param import partitions
+from kimi_jax.config import Config, DataConfig, Mesh, OptimConfig, Rules, TrainConfig
+from kimi_jax.layers.param import arrays, declarations, partitions, place, with_arrays
 from kimi_jax.model import Kimi
+from kimi_jax.optim.build import rule_label
 from kimi_jax.step import init_state, make_optimizer, make_step
 from kimi_jax.train import batch_sharding
 from tests import tiny
@@ -52,18 +54,25 @@ KIMI_LINEAR = replace(
     mla=replace(K3.mla, q_lora_rank=None, output_gate=False),
     moe=replace(K3.moe, latent_size=None, latent_norm=False, routed_scaling_factor=2.446),
 )
-MODELS = {"k3": (K3, "quantile"), "kimi_linear": (KIMI_LINEAR, "sign")}
+MODELS = {
+    "k3": (K3, {}),
+    "kimi_linear": (KIMI_LINEAR, {"balance": "sign"}),
+    # Loops over layers: two groups of two KDA layers and one MLA layer, behind a dense one.
+    "scanned": (replace(KIMI_LINEAR, num_layers=7, mla_layers=(3, 6)), {"balance": "sign"}),
+    "all to all": (replace(K3, moe=replace(K3.moe, transport="a2a", balance="none")), {}),
+    "clipped": (K3, {"qk_clip": 1e-3}),
+}
 STEPS = 3
 
 
 def case_config(model: str, mesh: Mesh, accumulation: int = 1, remat: str = "none", x64: bool = False) -> Config:
     dtype = "float64" if x64 else "float32"
-    shape, balance = MODELS[model]
+    shape, optim = MODELS[model]
     rows, length = (8, 32) if accumulation == 1 else (32, 16)
     return Config(
         name="parity",
         model=replace(shape, dtype=dtype, param_dtype=dtype, remat=remat),
-        optim=OptimConfig(learning_rate=1e-2, warmup_fraction=0.0, balance=balance),
+        optim=OptimConfig(learning_rate=1e-2, warmup_fraction=0.0, **optim),
         data=DataConfig(sequence_length=length, batch_size=rows),
         train=TrainConfig(steps=10, accumulation=accumulation),
         mesh=mesh,
@@ -94,6 +103,7 @@ def run(config: Config) -> dict[str, np.ndarray]:
     with jax.enable_x64(config.model.dtype == "float64"), sharding.on(sharding.make_mesh(config.mesh)):
         optimizer = make_optimizer(config)
         state = init_state(config, optimizer)
+        before, declared = state.params, declarations(Kimi(config.model))
         cut = batch_sharding(config)
         step = jax.jit(make_step(config, optimizer))
         result: dict[str, np.ndarray] = {}
@@ -101,12 +111,16 @@ def run(config: Config) -> dict[str, np.ndarray]:
             state, metrics = step(state, sharding.to_devices(batch, cut))
             result[f"loss.{number}"] = np.asarray(metrics["loss"])
             result[f"load.{number}"] = np.asarray(metrics["expert_load"])
+            assert (metrics["max_logit"] > config.optim.qk_clip) == (config.optim.qk_clip < 1)
             if number == 0:
                 for name, value in flatten(state.opt).items():
                     if ".momentum." in name or ".mu." in name:
                         result[f"grad.{name}"] = np.asarray(value)
         assert_cut(config, state)
-        return result | {f"param.{name}": np.asarray(value) for name, value in state.params.items()}
+        for name, value in state.params.items():
+            change = np.asarray(value) - np.asarray(before[name])
+            result[f"{rule_label(declared[name].rule).partition('_')[0]}.{name}"] = change
+        return result
 
 
 def assert_cut(config: Config, state) -> None:
@@ -127,14 +141,14 @@ def reference(model: str, accumulation: int, remat: str, x64: bool) -> dict[str,
 
 
 def errors(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
-    """Largest error of each kind: over the largest number of the leaf for losses, gradients and parameters; loads as
-    they are."""
+    """Largest error of each kind over the largest number of its leaf: losses, gradients, loads, and the changes of
+    parameters under each optimizer."""
     assert actual.keys() == expected.keys()
     worst: dict[str, float] = {}
     for name, want in expected.items():
-        got, kind = actual[name], name.partition(".")[0]
+        got, kind = actual[name], name if name == "load.0" else name.partition(".")[0]
         assert np.isfinite(got).all(), name
-        scale = 1.0 if kind == "load" else np.max(np.abs(want)) + 1e-12
+        scale = np.max(np.abs(want)) + 1e-12
         worst[kind] = max(worst.get(kind, 0.0), float(np.max(np.abs(got - want)) / scale))
     return worst
 
@@ -145,14 +159,16 @@ def check(model: str, mesh: str, accumulation: int = 1, remat: str = "none", x64
     )
     print(f"\n{model:12} {mesh:24} accumulation {accumulation} remat {remat:5} x64 {x64!s:5} {got}")
     # Sums over tokens and widths run in another order: a few roundings of f32 (6e-8) in a gradient. Newton-Schulz
-    # lifts the small singular values of a momentum, rounding errors among them, to the size of the large ones.
-    loss, grad, param = (1e-10, 1e-10, 1e-10) if x64 else (2e-6, 2e-5, 2e-2)
-    assert got["load"] == 0
-    assert got["loss"] <= loss and got["grad"] <= grad and got["param"] <= param, got
+    # lifts the small singular values of a momentum to the size of the large ones, and Adam small gradients, rounding
+    # errors among them: after three steps their changes differ by more, and in f32 a near tie may fall otherwise.
+    allowed = {"loss": 2e-6, "grad": 2e-5, "load.0": 0, "load": 0.2, "muon": 2e-2, "adamw": 1e-1, "balanced": 1e-2}
+    if x64:
+        allowed = dict.fromkeys(allowed, 1e-10) | {"load.0": 0, "load": 0}
+    assert all(error <= allowed[kind] for kind, error in got.items()), got
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["k3", "kimi_linear"])
 def test_numbers_do_not_depend_on_the_mesh(model, mesh):
     check(model, mesh)
 
@@ -166,11 +182,60 @@ COVER = [
     ("k3", "seq 4 data 2", 4, "none", False),
     ("kimi_linear", "tensor 4 data 2", 4, "none", True),
 ]
+OTHERS = [
+    ("scanned", "expert 2 tensor 2 seq 2", 1, "full", False),
+    ("all to all", "fsdp 2 expert 4", 1, "none", False),
+    ("clipped", "tensor 4 data 2", 1, "none", False),
+]
 
 
-@pytest.mark.parametrize("case", COVER, ids=lambda c: "-".join(map(str, c)).replace(" ", ""))
+@pytest.mark.parametrize("case", COVER + OTHERS, ids=lambda c: "-".join(map(str, c)).replace(" ", ""))
 def test_accumulation_remat_and_double_precision(case):
     check(*case)
+
+
+@pytest.mark.parametrize("mesh", ["tensor 4 data 2", "seq 4 data 2", "fsdp 2 expert 4", "expert 2 tensor 2 seq 2"])
+def test_block_boundaries_and_gradients_are_cut_by_the_rules(mesh):
+    config = case_config("scanned", MESHES[mesh])
+    names = ("h", "attn_in", "attn_out", "mlp_in", "mlp_out", "router_scores", "topk_idx", "topk_weight")
+    with jax.sharding.use_abstract_mesh(sharding.abstract_mesh(config.mesh)):
+        sizes = dict(sharding.current_mesh().shape)
+        template = Kimi(config.model)
+        params = arrays(place(template, config.rules))
+        shape = (config.data.batch_size, config.data.sequence_length)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(config))
+        rows, time, _ = sharding.spec(config.rules, ("batch", "time", "width"), sizes)
+        vocab = sharding.spec(config.rules, ("vocab",), sizes)[0]
+
+        def forward(params, tokens):
+            return with_arrays(template, params).forward(tokens, collect=names)
+
+        def loss(params, tokens):
+            return forward(params, tokens)[0].sum()
+
+        logits, aux = jax.eval_shape(forward, params, tokens)
+        assert sharding.spec_of(logits) == P(rows, time, vocab)
+        assert {name: sharding.spec_of(aux[name]) for name in names} == dict.fromkeys(names, P(None, rows, time, None))
+        grads = jax.eval_shape(jax.grad(loss), params, tokens)
+        expected = partitions(template, config.rules, sizes)
+        assert {name: sharding.spec_of(grad) for name, grad in grads.items()} == expected
+
+
+def test_weights_cut_over_spans_and_a_checkpoint_used_on_other_meshes(tmp_path, capsys):
+    """A run on a mesh whose weights and experts are cut over time ends with its sample; evaluation and generation
+    then give one answer on one device and on another mesh."""
+    run_config = tiny.config(tmp_path, steps=2, sample_tokens=3)
+    model = replace(K3, vocab_size=260, kda=replace(K3.kda, num_heads=2), mla=replace(K3.mla, num_heads=2))
+    rules = Rules(embed=("fsdp", "seq"), experts=("seq",), expert_latent=("fsdp",))
+    train.run(replace(run_config, model=model, mesh=Mesh(fsdp=2, seq=4), rules=rules))
+    capsys.readouterr()
+    folder = str(tmp_path / "runs" / "run")
+    answers = []
+    for mesh in ([], ["--mesh.fsdp", "2", "--mesh.tensor", "2"]):
+        cli.main(["eval", "--checkpoint", folder, "--max-tokens", "200", *mesh])
+        cli.main(["generate", "--checkpoint", folder, "--prompt", "the ", "--max-new-tokens", "4", *mesh])
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and "bits per byte" in answers[0]
 
 
 @pytest.mark.slow
@@ -178,6 +243,6 @@ def test_accumulation_remat_and_double_precision(case):
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["k3", "kimi_linear"])
 def test_full_product(model, mesh, accumulation, remat, x64):
     check(model, mesh, accumulation, remat, x64)
