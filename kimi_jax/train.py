@@ -261,7 +261,8 @@ def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, 
 
 
 def _without_paths(config: dict) -> dict[str, Any]:
-    return {key: leaf for key, leaf in _leaves(config).items() if not key.endswith((".path", ".runs_dir"))}
+    leaves = _leaves(json.loads(json.dumps(config)))
+    return {key: leaf for key, leaf in leaves.items() if not key.endswith((".path", ".runs_dir"))}
 
 
 def _versions() -> tuple[str, str]:
