@@ -84,7 +84,7 @@ def start(configs: tuple[str, str], cache: Path, logs: Path, script=PROCESS, **l
     processes = []
     for index, (config, more) in enumerate(zip(configs, ({}, last), strict=True)):
         with (logs / f"{index}.txt").open("w") as log:
-            command = [sys.executable, "-c", script, "train", *config.split(), *(["--no-restart"] if script is PROCESS else [])]  # TEMP
+            command = [sys.executable, "-c", script, "train", *config.split()]
             own = environment | {"JAX_PROCESS_ID": str(index)} | more
             processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
     return processes
