@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 
 from kimi_jax import config as config_module
-from kimi_jax.config import Config, ConfigError, ModelConfig, Source, from_dict, load_config, shipped_configs, to_dict
+from kimi_jax.config import (
+    Config,
+    ConfigError,
+    Mesh,
+    ModelConfig,
+    Rules,
+    Slice,
+    Source,
+    from_dict,
+    load_config,
+    shipped_configs,
+    to_dict,
+)
 
 SHIPPED = load_config("k3_tiny")
 TINY = dataclasses.replace(  # with sizes that the messages below name, whatever the shipped file says
@@ -103,13 +115,28 @@ REFUSED = [
     ("source", {"kind": "csv"}, "kind='csv' must be 'stdlib' or"),
     ("", {"model": None}, "model=None must be ModelConfig"),
     ("source", {"kind": "jsonl"}, 'a source of kind "jsonl" needs a path'),
+    ("mesh", {"fsdp": 0}, "Mesh.fsdp=0 must be at least 1"),
+    ("mesh", {"seq": 2.0}, "Mesh.seq=2.0 must be int"),
+    ("rules", {"heads": ["tensor"]}, "Rules.heads=['tensor'] must be"),
+    ("rules", {"batch": ("data", "data")}, "Rules.batch=('data', 'data') names a mesh axis twice"),
+    ("rules", {"time": ("seq", "expert")}, "Rules.time=('seq', 'expert') names 2 mesh axes; keep one of them"),
+    ("rules", {"embed": ("tensor",)}, "Rules.embed=('tensor',) must be among the mesh axes of batch and time"),
+    ("rules", {"mlp": ("seq",)}, "Rules.mlp=('seq',) must not share a mesh axis with batch and time"),
+    ("slice", {"mesh": 4}, "Slice.mesh=4 must be Mesh"),
+    ("slice", {"batch_size": 0}, "Slice.batch_size=0 must be at least 1, or None"),
+    (
+        "",
+        {"mesh": Mesh(tensor=2), "rules": Rules(heads=(), mlp=(), vocab=(), expert_mlp=())},
+        "mesh.tensor=2, but no rule cuts anything over tensor",
+    ),
     ("source", {"weight": 0.0}, "weight=0.0 of a source must be positive; leave the source out instead"),
 ]
 """Part of k3_tiny, the change that makes it impossible, and what the message must say."""
 
 
 def change(part: str, fields: dict) -> None:
-    old = Source() if part == "source" else operator.attrgetter(part)(TINY) if part else TINY
+    others = {"source": Source(), "slice": Slice(topology="v5e:2x2", mesh=Mesh(fsdp=4))}
+    old = others[part] if part in others else operator.attrgetter(part)(TINY) if part else TINY
     dataclasses.replace(old, **fields)
 
 
@@ -361,7 +388,7 @@ def test_real_configs_have_every_released_value(name, released):
 
 def test_every_model_setting_is_released_or_ours():
     """A new setting of the model belongs in the released tables above, or here."""
-    ours = {"chunk_size", "param_dtype", "remat"}
+    ours = {"chunk_size", "param_dtype", "remat", "balance", "transport"}
     settings = {
         field.name
         for part in (SHIPPED.model, SHIPPED.model.kda, SHIPPED.model.mla, SHIPPED.model.moe)

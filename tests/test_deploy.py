@@ -88,32 +88,41 @@ def test_gke_jobset(asked):
     (environment,) = container["env"]
     (script,) = container["args"]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert script.index("trap") < script.index("python"), "on process 1 an untrapped SIGTERM is lost"
     entry, rest = re.search(r"python -u (\S+) \$RUN (.*?) &", script).groups()  # type: ignore[union-attr]
+    assert f"ARG USER_ID={pod['securityContext']['fsGroup']}\n" in TEXT["Dockerfile"], "who writes to the volume"
     assert (ROOT / entry).is_file() and f"COPY pyproject.toml README.md LICENSE {entry}" in TEXT["Dockerfile"]
     config = asked(f"{environment['value']} {rest}")
     assert config.train.runs_dir == container["volumeMounts"][0]["mountPath"]
     check(config, chips)
 
 
+@pytest.mark.parametrize("name", ["gke-jobset.yaml", "skypilot.yaml"])
 @pytest.mark.parametrize(
     ("ending", "record", "status"),
     [(0, "final", 0), (0, "train", 1), (3, "final", 1)],
     ids=["finished", "preempted", "failed"],
 )
-def test_gke_script_tells_finished_from_preempted(tmp_path, ending, record, status):
+def test_scripts_tell_finished_from_preempted(tmp_path, name, ending, record, status):
     """With a stand-in for Python that ends as told, of itself or on SIGTERM."""
-    spec = yaml.safe_load(TEXT["gke-jobset.yaml"])["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    script = spec["containers"][0]["args"][0].replace("/runs", str(tmp_path))
+    task = yaml.safe_load(TEXT[name])
+    if name == "gke-jobset.yaml":  # its bash gets the signal and hands it on
+        pod = task["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        script, target = pod["containers"][0]["args"][0], "$PPID"
+    else:
+        script, target = task["run"], "$$"
+    script = script.replace("/runs", str(tmp_path))
     (tmp_path / "k3_tiny").mkdir()
     (tmp_path / "k3_tiny" / "metrics.jsonl").write_text(f'{{"step": 1, "kind": "{record}"}}\n')
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"
-    wait = "kill -TERM $PPID; sleep 5 > /dev/null 2>&1 & wait" if record == "train" else ""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    wait = f"kill -TERM {target}; sleep 5 > /dev/null 2>&1 & wait" if record == "train" else ""
     python.write_text(f"#!/bin/bash\ntrap 'echo saved; exit {ending}' TERM\n{wait}\nexit {ending}\n")
     python.chmod(0o755)
+    home = {"HOME": str(tmp_path), "PATH": f"{python.parent}:/usr/bin:/bin"}
     done = subprocess.run(
         ["/bin/bash", "-c", script],
-        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "RUN": "k3_tiny --mesh.fsdp 16"},
+        env=home | {"RUN": "k3_tiny --mesh.fsdp 16"},
         capture_output=True,
         text=True,
         timeout=30,
@@ -127,10 +136,17 @@ def test_skypilot_file(asked):
     assert task.keys() <= {"name", "resources", "envs", "file_mounts", "workdir", "setup", "run", "num_nodes"}
     for script in (task["setup"], task["run"]):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assert value(r"pip install -e '\.\[(\w+)\]'", task["setup"]) in EXTRAS
-    entry, rest = re.search(r"python -u (\S+) \$RUN(.*)", task["run"]).groups()  # type: ignore[union-attr]
+    assert value(r"pip install .*-e '\.\[(\w+)\]'", task["setup"]) in EXTRAS
+    lowest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert value(r"uv venv .*--python (\S+)", task["setup"]) == lowest
+    assert task["resources"]["job_recovery"]["max_restarts_on_errors"] > 0, "a run that saved and stopped goes on"
+    (bucket,) = task["file_mounts"].values()
+    assert bucket["source"].startswith("gs://") and "store" not in bucket, "one that SkyPilot makes has no folders"
+    create = value(r"^#   gcloud storage buckets create (.*\n.*)", TEXT["skypilot.yaml"])
+    assert bucket["source"] in create and "--enable-hierarchical-namespace" in create
+    entry, rest = re.search(r"python -u (\S+) \$RUN (.*?) &&", task["run"]).groups()  # type: ignore[union-attr]
     assert (ROOT / entry).is_file()
-    config = asked(task["envs"]["RUN"] + rest)
+    config = asked(f"{task['envs']['RUN']} {rest}")
     assert config.train.runs_dir in task["file_mounts"]
     check(config, int(value(r"tpu-\w+-(\d+)", task["resources"]["accelerators"])))
 

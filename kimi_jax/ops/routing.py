@@ -138,8 +138,8 @@ def quantile_histogram(
     num_experts = scores.shape[1]
     low, width = _histogram_range(bias, bins)
     # With equal biases the best expert that was not chosen has r = 0, which is a bin's edge, and r may be a rounding
-    # off where XLA computes a score twice: a thousandth of a bin keeps counts the same on all devices.
-    place = jnp.floor((threshold[:, None] - scores - low) / width + 1e-3)
+    # off where XLA computes a score twice: edges a little lower keep counts the same on all devices.
+    place = jnp.floor((threshold[:, None] - scores - low) / width + 7e-5)
     place = jnp.clip(place, 0, bins - 1).astype(jnp.int32) + bins * jnp.arange(num_experts, dtype=jnp.int32)
     place = jnp.where(mask[:, None], place, num_experts * bins).reshape(-1)
     return jnp.zeros(num_experts * bins, jnp.int32).at[place].add(1, mode="drop").reshape(num_experts, bins)
