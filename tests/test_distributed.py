@@ -186,6 +186,14 @@ def test_what_one_process_refuses_ends_all_at_once(tmp_path):
     assert not list((tmp_path / "runs").rglob("metrics.jsonl"))
 
 
+def test_size_of_a_folder_whose_files_vanish(tmp_path):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "kept").write_bytes(b"four")
+    (tmp_path / "inside" / "gone").symlink_to(tmp_path / "absent")  # listed, and absent when it is looked at
+    assert train._size(tmp_path) == 4
+    assert train._size(tmp_path / "absent") == 0
+
+
 def test_largest_is_not_waited_for_and_on_any_mesh():
     with sharding.on(sharding.make_mesh(Mesh(data=2, fsdp=4))):
         found = distributed.largest(15)
