@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def cache_shapes(config: ModelConfig, batch_size: int, capacity: int, rules: Rul
     kda, mla = config.kda, config.mla
     sizes = {"batch": batch_size, "heads": kda.num_heads, "head_dim": kda.head_dim}
 
-    def shape(names: str, dtype, **more: int) -> jax.ShapeDtypeStruct:
+    def shape(names: str, dtype, **more: int) -> Any:
         axes = names.split()
         shape = tuple((sizes | more)[name] for name in axes)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placed(mesh, rules or Rules(), axes))

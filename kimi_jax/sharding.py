@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ WHOLE = ("head_dim", "conv", "width", "latent", "rank_out", "router", "repeats",
 """Logical axes that no rule may cut."""
 
 
-def make_mesh(config: configs.Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh | None:
+def make_mesh(config: configs.Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh | None:
     """The mesh of a run: its axes larger than one, outermost first, all Explicit. None for one device.
 
     Args:
@@ -54,7 +55,7 @@ def make_mesh(config: configs.Mesh, devices: Sequence[jax.Device] | None = None)
         )
     if config.size == 1:
         return None
-    slices: dict[int, list[jax.Device]] = {}
+    slices: dict[int, list[Any]] = {}
     for device in devices[: config.size]:
         # Elsewhere every host counts as a slice of its own.
         slice_index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
@@ -72,7 +73,7 @@ def make_mesh(config: configs.Mesh, devices: Sequence[jax.Device] | None = None)
     )
 
 
-def _lay(shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+def _lay(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     """Devices in the order that suits the network of a slice."""
     try:
         # An axis may take a part of a dimension of a TPU's torus, as 4 x 128 of 8 x 8 x 8.
@@ -183,7 +184,7 @@ def process_part(sharding: NamedSharding | None, rows: int) -> tuple[int, int]:
     if sharding is None:
         return 0, 1
     held = [
-        index[0].indices(rows)[:2]
+        index[0].indices(rows)[:2]  # type: ignore[index]
         for index in sharding.addressable_devices_indices_map((rows, sharding.num_devices)).values()
     ]
     first, last = min(start for start, _ in held), max(stop for _, stop in held)

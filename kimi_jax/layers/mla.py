@@ -85,7 +85,7 @@ class MLA(nnx.Module):
         latent = jnp.concatenate([rms_norm(kv, self.kv_norm.get_value(), eps=LORA_NORM_EPS), k_rope], axis=-1)
 
         spec, rank_axes = spec_of(q), axes_of(spec_of(self.w_k_b.get_value())[0])
-        out = (spec, None if cache is None else MLACache(spec_of(cache.latent)), P(spec[2]))
+        out = (spec, None if cache is None else MLACache(spec_of(cache.latent)), P(spec[2]))  # type: ignore[arg-type]
         attend = partial(self._attend, axes_of(spec[0]), axis_of(spec[1]), rank_axes, mesh_axes_of(q))
         args = (q, latent, self.w_k_b.get_value(), self.w_v_b.get_value(), documents, cache, slots)
         o, cache, max_logits = per_device(attend, out)(*args)

@@ -88,8 +88,8 @@ class MoE(nnx.Module):
             renormalize=c.renormalize,
             scaling_factor=c.routed_scaling_factor,
         )
-        real = jnp.ones((b, t), bool) if documents is None else context.local_span(documents, t, axis_of(tokens[1])) > 0
-        real = real.reshape(-1)
+        here = context.local_span(documents, t, axis_of(tokens[1]))
+        real = jnp.ones(b * t, bool) if here is None else here.reshape(-1) > 0
         counts = {
             "load": expert_load(routing.indices, real, c.num_experts),
             "histogram": quantile_histogram(routing.scores, routing.threshold, bias, real),
@@ -106,9 +106,14 @@ class MoE(nnx.Module):
     def _run_experts(self, expert_axes, latent_axes, mlp_axes, axes, z, indices, weights, w_gate, w_up, w_down):
         """A device's tokens through the experts of all devices."""
         c = self.config.moe
+        x, indices, weights = (vary(a.reshape(-1, a.shape[-1]), axes) for a in (z, indices, weights))
         y = expert_parallel_mlp(
-            *(vary(a.reshape(-1, a.shape[-1]), axes) for a in (z, indices, weights)),
-            *(w_gate, w_up, w_down),
+            x,
+            indices,
+            weights,
+            w_gate,
+            w_up,
+            w_down,
             partial(glu, self.config),
             axis=axis_of(expert_axes),
             gather_axes=axes_of(latent_axes),

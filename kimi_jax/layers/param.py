@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -173,7 +173,7 @@ def _filled(name: str, declared: Declaration, like: jax.ShapeDtypeStruct, seed: 
     shape, sharding = like.shape, like.sharding
     lead = len(shape) - len(declared.axes) + (declared.axes[0] == "experts")  # axes of blocks with their own numbers
     whole = (slice(None),) * len(shape)
-    held = {None: whole} if sharding is None else sharding.addressable_devices_indices_map(shape)
+    held: Any = {None: whole} if sharding is None else sharding.addressable_devices_indices_map(shape)
     bounds = {d: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)) for d, index in held.items()}
     parts = {b: np.empty([stop - start for start, stop in b], like.dtype) for b in set(bounds.values())}
     for block in np.ndindex(*shape[:lead]):

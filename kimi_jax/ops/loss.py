@@ -93,7 +93,7 @@ def chunked_cross_entropy(
     # Zeros made of the inputs, so that inside shard_map they vary over devices as what is added to them does.
     d_head = jnp.zeros_like(head, wide) if gradients else None
     (loss, d_head), outputs = jax.lax.scan(step, (jnp.sum(weights[:0]), d_head), (x, targets, weights))
-    if d_head is None:
+    if d_head is None or outputs is None:
         return loss, None
     d_x, nll = (a.reshape(-1, *a.shape[2:])[:n] for a in outputs)
     return loss, (d_x, d_head, nll)

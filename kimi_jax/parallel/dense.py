@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,17 +122,17 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
     def local(table, tokens):
         shape = tokens.shape
-        table = gather_weight(table, ((), ()), rows, table.dtype)
+        held: Any = gather_weight(table, ((), ()), rows, table.dtype)
         ids = tokens.reshape(-1)
         if width:
             ids = jax.lax.all_gather(ids, width, tiled=True)
-        size = table.shape[0]
+        size = held.shape[0]
         ways = jax.lax.axis_size(vocab) if vocab else 1
         outside = (ids < 0) | (ids >= size * ways)
         if vocab:
             ids = ids - jax.lax.axis_index(vocab) * size
         ids = jnp.where((ids >= 0) & (ids < size), ids, size)
-        x = table.at[ids].get(mode="fill", fill_value=0).astype(dtype)
+        x = held.at[ids].get(mode="fill", fill_value=0).astype(dtype)
         if vocab:
             x = jax.lax.psum(x, vocab)
         x = jnp.where(outside[:, None], jnp.nan, x)  # better no answer than that of another token
@@ -192,7 +192,9 @@ def _sums(x, head, targets, weights, axes: _HeadAxes, chunk_size, *, gradients):
 
 
 def _summed_fwd(x, head, targets, weights, axes, chunk_size):
-    loss, (d_x, d_head, d_weights) = _sums(x, head, targets, weights, axes, chunk_size, gradients=True)
+    loss, grads = _sums(x, head, targets, weights, axes, chunk_size, gradients=True)
+    assert grads is not None
+    d_x, d_head, d_weights = grads
     # Summed at once, so that the whole gradient is not kept: what it is still to be multiplied by is one number.
     d_head = sum_scatter(d_head, axes.width, 0)
     d_head = _psum(d_head, tuple(axis for axis in axes.rows if axis in varying(d_head) - varying(head)))
