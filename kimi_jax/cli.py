@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -219,7 +220,7 @@ def aot(argv: Sequence[str]) -> None:
 
 def _value(argv: Sequence[str], option: str) -> str | None:
     """Value of an option, spelt `--x value` or `--x=value`."""
-    for part, following in zip(argv, [*argv[1:], None], strict=True):
+    for part, following in itertools.zip_longest(argv, argv[1:]):
         if part == option:
             return following
         if part.startswith(option + "="):
