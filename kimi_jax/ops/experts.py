@@ -149,7 +149,8 @@ _block_matmul.defvjp(lambda *args: (_block_matmul(*args), args), _block_matmul_b
 
 
 def _ragged_matmul(rows, w, sizes):
-    return jax.lax.ragged_dot(rows, w, sizes, preferred_element_type=rows.dtype)
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    return jax.lax.ragged_dot(rows, w, sizes, preferred_element_type=wide).astype(rows.dtype)
 
 
 def grouped_mlp(
