@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from kimi_jax.ops import experts
 from kimi_jax.parallel.dense import gather, gather_weight, sum_scatter
@@ -386,9 +385,9 @@ def expert_parallel_mlp(
     Call it inside `jax.shard_map`. Each slice of the mesh along `axis` that holds tokens of its own balances them among
     its ranks. The output is linear in parts of f: where f is split over a mesh axis, sum the result over it.
 
-    The gradient keeps only the inputs and integers; the name "plan" marks those for `jax.checkpoint` policies.
-    Gradients of expert weights are summed over ranks in at least float32: those of experts lent, of gathered widths
-    and of mesh axes that hold other tokens but the same weights.
+    The gradient keeps only the inputs and integers, and under `jax.checkpoint` the inputs. Gradients of expert weights
+    are summed over ranks in at least float32: those of experts lent, of gathered widths and of mesh axes that hold
+    other tokens but the same weights.
 
     Args:
       x: [S, z] this rank's tokens.
@@ -424,7 +423,7 @@ def expert_parallel_mlp(
     m, r, lend = w_gate.shape[0], jax.lax.axis_size(axis), balance == "exact"
     num_rows = indices.size if lend else r * x.shape[0] * min(indices.shape[1], m)
     _, block = experts.choose_backend(backend, indices.size, m)
-    way = checkpoint_name(routes(indices, m * r, axis, balance, block, num_rows), "plan")
+    way = routes(indices, m * r, axis, balance, block, num_rows)
     settings = _Settings(activation, axis, gather_axes, transport, block, lend, num_rows, varying(w_gate))
     run = jax.custom_vjp(partial(_forward, settings))
     run.defvjp(lambda *args: (_forward(settings, *args), args), partial(_backward, settings))
