@@ -351,7 +351,7 @@ def _lowered(config: Config, mesh, step: Step, rows: int | None):
             "gradients": device_bytes(state.params, at_least=4),
             "batch": device_bytes(batch),
         }
-        return train._jitted_step(config).lower(state, batch), sizes, flops.train(config)
+        return train.training_step(config).lower(state, batch), sizes, flops.train(config)
     config = replace(config, rules=generation.generation_rules(config.rules))
     rows = rows or math.prod(getattr(config.mesh, axis) for axis in config.rules.batch)
     model = place(Kimi(config.model), config.rules)

@@ -186,7 +186,7 @@ def _train(config, data: Data, part, saved, checkpoints, folder: Path, stop, con
 def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, console) -> State:
     """Steps until the end. Step n is dispatched before the metrics of n - 1 are read, so the device never waits."""
     train = config.train
-    step_fn = _jitted_step(_unnamed(config))
+    step_fn = training_step(config)
     eval_step = evaluation_step(config)
     cut = batch_sharding(config)
     part = sharding.process_part(cut, config.data.batch_size)
@@ -285,6 +285,11 @@ def _jitted_step(config: Config):
 @lru_cache(maxsize=8)
 def _jitted_eval_step(config: Config):
     return jax.jit(make_eval_step(config))
+
+
+def training_step(config: Config):
+    """The jitted `step(state, batch)` of a config; it takes the state's memory for its own."""
+    return _jitted_step(_unnamed(config))
 
 
 def evaluation_step(config: Config):
