@@ -518,7 +518,9 @@ def released_config(config: ModelConfig) -> dict:
     }
     text |= {key: value for key, value in optional.items() if value is not None}
     if not _is_nested(config):
-        return {**text, "model_max_length": config.max_position_embeddings}
+        # Unused by the architecture, but the release has them and readers of it demand them.
+        unused = {"head_dim": config.hidden_size // mla.num_heads, "rope_theta": 10000.0, "rope_scaling": None}
+        return {**text, **unused, "model_max_length": config.max_position_embeddings}
     return {
         "model_type": "kimi_k3",
         "architectures": ["KimiK3ForConditionalGeneration"],
