@@ -57,11 +57,10 @@ def cache_shapes(config: ModelConfig, batch_size: int, capacity: int, rules: Rul
         raise ConfigError(f"a cache needs at least one row and one slot, got {batch_size} rows and {capacity} slots")
     dtype, mesh = jnp.dtype(config.dtype), current_mesh()
     kda, mla = config.kda, config.mla
-    sizes = {"batch": batch_size, "heads": kda.num_heads, "head_dim": kda.head_dim}
 
-    def shape(names: str, dtype, **more: int) -> Any:
+    def shape(names: str, dtype, **sizes: int) -> Any:
         axes = names.split()
-        shape = tuple((sizes | more)[name] for name in axes)
+        shape = tuple((sizes | {"batch": batch_size})[name] for name in axes)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placed(mesh, rules or Rules(), axes))
 
     def run_cache(mixer: str, repeats: int, length: int) -> KDACache | MLACache:
@@ -69,6 +68,8 @@ def cache_shapes(config: ModelConfig, batch_size: int, capacity: int, rules: Rul
         if mixer == "mla":
             width = mla.kv_lora_rank + mla.qk_rope_head_dim
             return MLACache(shape("repeats length batch slots latent", dtype, slots=capacity, latent=width, **stack))
+        assert kda is not None
+        stack |= {"heads": kda.num_heads, "head_dim": kda.head_dim}
         tail = shape("repeats length batch tail heads head_dim", dtype, tail=kda.conv_size - 1, **stack)
         exact = jnp.promote_types(dtype, jnp.float32)
         return KDACache(shape("repeats length batch heads head_dim head_dim", exact, **stack), tail, tail, tail)

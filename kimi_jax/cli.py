@@ -30,7 +30,7 @@ NAME is one of {names}, or a path to a .py file. `kimi-jax COMMAND --help` lists
 class TrainArgs:
     """Trains a config, or goes on with the run of that name."""
 
-    config: Annotated[Config, tyro.conf.arg(name="")]
+    config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
     restart: bool = False
     """Remove what an earlier run of this name left, and begin anew."""
     dry_run: bool = False
@@ -77,7 +77,7 @@ class GenerateArgs:
 class InspectArgs:
     """Components, shapes and counts of a config; allocates nothing."""
 
-    config: Annotated[Config, tyro.conf.arg(name="")]
+    config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
     optim: bool = False
     """How the optimizer sees each parameter."""
 
@@ -89,7 +89,7 @@ class AotArgs:
     Exit status 0: it fits; 1: it does not, or cannot be compiled.
     """
 
-    config: Annotated[Config, tyro.conf.arg(name="")]
+    config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
     topology: str
     """A slice as libtpu names it, e.g. v5p:8x8x8; v5p:8x8x8@2 for two. `list` prints the names."""
     step: Literal["train", "prefill", "decode"] = "train"

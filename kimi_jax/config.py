@@ -104,8 +104,38 @@ class KDAConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoPEConfig:
+    """Rotary positions with YaRN's stretch of the context (arXiv 2309.00071), as K2 and DeepSeek-V3 have them."""
+
+    theta: float
+    """Base of the frequencies."""
+    factor: float = 1.0
+    """How much longer than `original_max_position_embeddings` the context is; 1 is plain RoPE."""
+    original_max_position_embeddings: int = 4096
+    """Context before the stretch."""
+    beta_fast: float = 32.0
+    """Pairs that turn more often than this in the original context keep their frequency."""
+    beta_slow: float = 1.0
+    """Pairs that turn less often than this have it divided by `factor`; between the two, a ramp."""
+    mscale: float = 1.0
+    """Attention logits are scaled by (0.1 mscale ln(factor) + 1)^2; 0 for none (`mscale_all_dim`)."""
+
+    def __post_init__(self):
+        _typed(self)
+        _positive(self, "original_max_position_embeddings")
+        _finite(self, "theta", "beta_slow")
+        _finite(self, "mscale", zero=True)
+        _check(self.theta > 1, f"theta={self.theta} must be above 1")
+        _check(1 <= self.factor < math.inf, f"factor={self.factor} must be at least 1 (no stretch) and finite")
+        _check(
+            self.beta_slow <= self.beta_fast < math.inf,
+            f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow} and finite",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MLAConfig:
-    """Multi-head latent attention without positions (NoPE)."""
+    """Multi-head latent attention, without positions (NoPE) or with rotary ones."""
 
     num_heads: int
     q_lora_rank: int | None
@@ -113,9 +143,11 @@ class MLAConfig:
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
-    """Width of the key part shared by all heads. It is not rotated in these models, but takes part."""
+    """Width of the key part shared by all heads. Without `rope` it is not rotated, but takes part."""
     v_head_dim: int
     output_gate: bool = False
+    rope: RoPEConfig | None = None
+    """Rotary positions on the `qk_rope_head_dim` part (K2); None for none (K3, Kimi Linear)."""
 
     def __post_init__(self):
         _typed(self)
@@ -123,6 +155,10 @@ class MLAConfig:
         _check(
             self.q_lora_rank is None or self.q_lora_rank >= 1,
             f"q_lora_rank={self.q_lora_rank} must be at least 1",
+        )
+        _check(
+            self.rope is None or self.qk_rope_head_dim % 2 == 0,
+            f"qk_rope_head_dim={self.qk_rope_head_dim} must be even with rope: channels turn in pairs",
         )
 
     @property
@@ -144,6 +180,8 @@ class MoEConfig:
     """RMSNorm on the weighted sum of expert outputs, before the projection back to the model's width."""
     renormalize: bool = True
     routed_scaling_factor: float = 1.0
+    aux_loss_alpha: float = 0.0
+    """Weight of the balance loss of each document in training (DeepSeek-V3's sequence-wise loss; K2 1e-3). 0: none."""
     balance: Literal["exact", "none"] = "exact"
     """Over a mesh's expert axis. exact: ranks borrow experts so that each computes the same number of rows (MoonEP).
     none: an expert runs on the rank that holds it, and buffers are as large as the worst routing."""
@@ -162,12 +200,13 @@ class MoEConfig:
         _check(self.num_shared_experts >= 0, f"num_shared_experts={self.num_shared_experts} must not be negative")
         _check(self.latent_size is None or self.latent_size >= 1, f"latent_size={self.latent_size} must be at least 1")
         _finite(self, "routed_scaling_factor")
+        _finite(self, "aux_loss_alpha", zero=True)
         _check(not self.latent_norm or self.latent_size is not None, "latent_norm=True needs a latent_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One model of the family. K3 and Kimi Linear differ in these values only."""
+    """One model of the family. K3, Kimi Linear and K2 differ in these values only."""
 
     vocab_size: int
     hidden_size: int
@@ -177,7 +216,8 @@ class ModelConfig:
     num_dense_layers: int
     """The first layers, which have a dense MLP of `dense_hidden_size` in place of experts."""
     dense_hidden_size: int
-    kda: KDAConfig
+    kda: KDAConfig | None
+    """None for a model without KDA layers (K2)."""
     mla: MLAConfig
     moe: MoEConfig
     situ_beta: float | None = None
@@ -210,6 +250,10 @@ class ModelConfig:
             all(0 <= layer < self.num_layers for layer in self.mla_layers)
             and list(self.mla_layers) == sorted(set(self.mla_layers)),
             f"mla_layers={self.mla_layers} must be rising layer numbers from 0 to {self.num_layers - 1}",
+        )
+        _check(
+            self.kda is not None or len(self.mla_layers) == self.num_layers,
+            f"kda=None, but mla_layers={self.mla_layers} leave KDA layers among num_layers={self.num_layers}; set kda",
         )
         _check(
             0 <= self.num_dense_layers <= self.num_layers,
@@ -548,6 +592,8 @@ def from_dict(cls: type[T], values: dict) -> T:
 
 
 def _revived(hint, value):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union) and isinstance(value, dict):
+        hint = next(kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind))
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return from_dict(hint, value)  # type: ignore[arg-type]
     if typing.get_origin(hint) is tuple:

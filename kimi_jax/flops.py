@@ -158,20 +158,20 @@ def _components(
         """Products of `count` vectors with matrices of `numbers` entries in all."""
         return Work(*[2 * layers * count * numbers] * 2)
 
-    h, k = kda.num_heads, kda.head_dim
-    gate = d * h * k if kda.full_rank_gate else d * k + k * h * k
-    recurrence = 6 * k * k * length
-    if length == 1:
-        chunked = recurrence
-    elif spans == 1:
-        chunked = chunked_recurrence(length, kda.chunk_size, k, k)
-    else:  # the map of the state [k, k] besides, and then the outputs that the span's first state adds
-        chunked = spans * chunked_recurrence(length // spans, kda.chunk_size, k, 2 * k) + 2 * k * k * length
-    parts = {
-        "KDA projections": dense(num_kda, 4 * d * h * k + d * k + k * h * k + d * h + gate),
-        "KDA convolution": dense(num_kda, 3 * h * k * kda.conv_size),
-        "KDA recurrence": Work(recurrence, chunked).times(num_kda * rows * h, num_kda * rows * h),
-    }
+    parts = {}
+    if kda is not None:
+        h, k = kda.num_heads, kda.head_dim
+        gate = d * h * k if kda.full_rank_gate else d * k + k * h * k
+        recurrence = 6 * k * k * length
+        if length == 1:
+            chunked = recurrence
+        elif spans == 1:
+            chunked = chunked_recurrence(length, kda.chunk_size, k, k)
+        else:  # the map of the state [k, k] besides, and then the outputs that the span's first state adds
+            chunked = spans * chunked_recurrence(length // spans, kda.chunk_size, k, 2 * k) + 2 * k * k * length
+        parts["KDA projections"] = dense(num_kda, 4 * d * h * k + d * k + k * h * k + d * h + gate)
+        parts["KDA convolution"] = dense(num_kda, 3 * h * k * kda.conv_size)
+        parts["KDA recurrence"] = Work(recurrence, chunked).times(num_kda * rows * h, num_kda * rows * h)
 
     h, r, rope, v = mla.num_heads, mla.kv_lora_rank, mla.qk_rope_head_dim, mla.v_head_dim
     query = d * h * mla.qk_head_dim

@@ -104,7 +104,8 @@ def report(config: Config) -> str:
     summary = [
         f"layers: {model.num_layers} = {len(model.kda_layers)} KDA + {len(model.mla_layers)} MLA, {pattern}",
         f"text parameters: {found.total:,}; {found.stored:,} as the release stores them",
-        f"active: {found.active:,} ({_billions(found.active)}) a token, head included",
+        f"active: {found.active:,} ({_billions(found.active)}) a token, head included; "
+        f"{_billions(found.active + model.vocab_size * model.hidden_size)} with the embedding's table",
         f"KDA state: {found.kda_state_bytes:,} bytes a sequence ({_exact(model)})",
         f"MLA cache: {found.mla_bytes_per_token:,} bytes a token ({model.dtype})",
     ]

@@ -15,8 +15,12 @@ from kimi_jax import config as config_module
 from kimi_jax.config import (
     Config,
     ConfigError,
+    KDAConfig,
     Mesh,
+    MLAConfig,
     ModelConfig,
+    MoEConfig,
+    RoPEConfig,
     Rules,
     Slice,
     Source,
@@ -129,13 +133,23 @@ REFUSED = [
         {"mesh": Mesh(tensor=2), "rules": Rules(heads=(), mlp=(), vocab=(), expert_mlp=())},
         "mesh.tensor=2, but no rule cuts anything over tensor",
     ),
+    ("rope", {"theta": "1"}, "theta='1' must be float"),
+    ("rope", {"original_max_position_embeddings": 0}, "original_max_position_embeddings=0 must be at least 1"),
+    ("rope", {"beta_slow": 0.0}, "beta_slow=0.0 must be above 0 and finite"),
+    ("rope", {"mscale": -1.0}, "mscale=-1.0 must be at least 0 and finite"),
+    ("rope", {"theta": 1.0}, "theta=1.0 must be above 1"),
+    ("rope", {"factor": 0.5}, "factor=0.5 must be at least 1 (no stretch) and finite"),
+    ("rope", {"beta_fast": 0.5}, "beta_fast=0.5 must be at least beta_slow=1.0 and finite"),
+    ("model.mla", {"rope": RoPEConfig(theta=1e4), "qk_rope_head_dim": 3}, "qk_rope_head_dim=3 must be even with rope"),
+    ("model.moe", {"aux_loss_alpha": -1.0}, "aux_loss_alpha=-1.0 must be at least 0 and finite"),
+    ("model", {"kda": None}, "kda=None, but mla_layers=(3, 7, 8) leave KDA layers among num_layers=9; set kda"),
     ("source", {"weight": 0.0}, "weight=0.0 of a source must be positive; leave the source out instead"),
 ]
 """Part of k3_tiny, the change that makes it impossible, and what the message must say."""
 
 
 def change(part: str, fields: dict) -> None:
-    others = {"source": Source(), "slice": Slice(topology="v5e:2x2", mesh=Mesh(fsdp=4))}
+    others = {"source": Source(), "slice": Slice(topology="v5e:2x2", mesh=Mesh(fsdp=4)), "rope": RoPEConfig(theta=1e4)}
     old = others[part] if part in others else operator.attrgetter(part)(TINY) if part else TINY
     dataclasses.replace(old, **fields)
 
@@ -196,7 +210,7 @@ def test_shipped_configs_load(name):
 
 
 def test_shipped_configs_are_those_of_the_checkout():
-    assert {"k3", "k3_tiny", "kimi_linear_48b", "kimi_linear_tiny"} <= shipped_configs().keys()
+    assert {"k2_1t", "k2_tiny", "k3", "k3_tiny", "kimi_linear_48b", "kimi_linear_tiny"} <= shipped_configs().keys()
     assert all(path.is_file() and path.stem == name for name, path in shipped_configs().items())
 
 
@@ -205,7 +219,7 @@ def test_shipped_configs_are_those_of_the_checkout():
     [
         ("k3_tinny", "no config named 'k3_tinny' (did you mean k3_tiny"),
         ("kimi_linear", "did you mean kimi_linear_"),
-        ("@", "there are k3, k3_tiny, kimi_linear_48b"),
+        ("@", "there are k2_1t, k2_tiny, k3, k3_tiny, kimi_linear_48b"),
         ("", "no config named ''"),
         ("no/such/file.py", "no config file no/such/file.py"),
     ],
@@ -274,6 +288,9 @@ K3 = {
     "latent_moe_use_norm": True,
     "moe_renormalize": True,
     "routed_scaling_factor": 1.0,
+    "aux_loss_alpha": None,
+    "rope_theta": None,
+    "rope_scaling": None,
     "attn_res_block_size": 12,
     "linear_attn_config": {
         "num_heads": 96,
@@ -317,6 +334,9 @@ KIMI_LINEAR_48B = {
     "latent_moe_use_norm": False,
     "moe_renormalize": True,
     "routed_scaling_factor": 2.446,
+    "aux_loss_alpha": None,
+    "rope_theta": None,  # the file has 10000, which nothing uses
+    "rope_scaling": None,
     "attn_res_block_size": None,
     "linear_attn_config": {
         "num_heads": 32,
@@ -333,10 +353,55 @@ KIMI_LINEAR_48B = {
     "pad_token_id": 163839,
 }
 
+K2 = {  # n_routed_experts, n_shared_experts and norm_topk_prob under the names of the others
+    "vocab_size": 163840,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 64,
+    "intermediate_size": 18432,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "activation_situ_beta": None,
+    "activation_situ_linear_beta": None,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "mla_use_output_gate": False,
+    "num_experts": 384,
+    "num_experts_per_token": 8,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "routed_expert_hidden_size": None,
+    "latent_moe_use_norm": False,
+    "moe_renormalize": True,
+    "routed_scaling_factor": 2.827,
+    "aux_loss_alpha": 0.001,
+    "rope_theta": 50000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "attn_res_block_size": None,
+    "linear_attn_config": None,
+    "dtype": "bfloat16",
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+    "pad_token_id": 163839,
+}
+
 
 def released_names(model: ModelConfig) -> dict:
     """Our settings under the released names; layer lists count from 1 there."""
-    kda, mla, moe = model.kda, model.mla, model.moe
+    kda, mla, moe, rope = model.kda, model.mla, model.moe, model.mla.rope
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -364,8 +429,20 @@ def released_names(model: ModelConfig) -> dict:
         "latent_moe_use_norm": moe.latent_norm,
         "moe_renormalize": moe.renormalize,
         "routed_scaling_factor": moe.routed_scaling_factor,
+        "aux_loss_alpha": moe.aux_loss_alpha or None,
+        "rope_theta": rope and rope.theta,
+        "rope_scaling": rope
+        and {
+            "type": "yarn",
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "mscale_all_dim": rope.mscale,
+        },
         "attn_res_block_size": model.attn_res_block_size,
-        "linear_attn_config": {
+        "linear_attn_config": kda
+        and {
             "num_heads": kda.num_heads,
             "head_dim": kda.head_dim,
             "short_conv_kernel_size": kda.conv_size,
@@ -381,7 +458,7 @@ def released_names(model: ModelConfig) -> dict:
     }
 
 
-@pytest.mark.parametrize(("name", "released"), [("k3", K3), ("kimi_linear_48b", KIMI_LINEAR_48B)])
+@pytest.mark.parametrize(("name", "released"), [("k3", K3), ("kimi_linear_48b", KIMI_LINEAR_48B), ("k2_1t", K2)])
 def test_real_configs_have_every_released_value(name, released):
     assert released_names(load_config(name).model) == released
 
@@ -391,10 +468,9 @@ def test_every_model_setting_is_released_or_ours():
     ours = {"chunk_size", "param_dtype", "remat", "balance", "transport"}
     settings = {
         field.name
-        for part in (SHIPPED.model, SHIPPED.model.kda, SHIPPED.model.mla, SHIPPED.model.moe)
+        for part in (ModelConfig, KDAConfig, MLAConfig, RoPEConfig, MoEConfig)
         for field in dataclasses.fields(part)
-        if not dataclasses.is_dataclass(getattr(part, field.name))
-    }
+    } - {"kda", "mla", "rope", "moe"}
     body = ast.parse(inspect.getsource(released_names))
     compared = {node.attr for node in ast.walk(body) if isinstance(node, ast.Attribute)}
     assert settings - compared == ours

@@ -9,7 +9,7 @@ from kimi_jax.config import ConfigError, Mesh, load_config
 from kimi_jax.layers.param import AdamW, Balanced, Muon, arrays, declarations
 from kimi_jax.model import Kimi
 
-K3, KIMI_LINEAR = load_config("k3"), load_config("kimi_linear_48b")
+K3, KIMI_LINEAR, K2 = load_config("k3"), load_config("kimi_linear_48b"), load_config("k2_1t")
 
 
 def test_k3_sizes():
@@ -45,6 +45,17 @@ def test_kimi_linear_sizes():
     assert 2.5e9 < found.active < 3.5e9
 
 
+def test_k2_sizes():
+    """1.03 T without MTP (the report's 1.04 T may count it); 32.86 B active with both tables (the report says 32.6)."""
+    found = inspection.counts(K2.model)
+    assert found.total == found.stored == 1_026_408_232_448
+    assert found.active == 31_687_095_808
+    assert f"{(found.active + 163840 * 7168) / 1e9:.2f}" == "32.86"
+    assert found.kda_state_bytes == 0
+    assert found.mla_bytes_per_token == 61 * 576 * 2
+    assert "(31.69 B) a token, head included; 32.86 B with the embedding's table" in inspection.report(K2)
+
+
 def test_report_and_table_say_the_numbers():
     text = inspection.report(K3)
     for number in ("2,779,484,478,208", "104.19 B", "434,110,464 bytes", "27,648 bytes"):
@@ -54,7 +65,7 @@ def test_report_and_table_say_the_numbers():
     assert "64: gamma^1" in table and "128: gamma^0.5" in table
 
 
-@pytest.mark.parametrize("config", [K3, KIMI_LINEAR], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [K3, KIMI_LINEAR, K2], ids=lambda config: config.name)
 def test_every_parameter_gets_the_rule_it_should(config):
     """Embedding, head and pseudo-queries are the only AdamW matrices; no stack of vectors gets Muon."""
     model = Kimi(config.model)
@@ -78,10 +89,11 @@ def test_every_parameter_gets_the_rule_it_should(config):
     matrices = {name for name, d in declared.items() if d.rule == AdamW(decay=True)}
     assert matrices == {"embed", "head"}
     per_head = {n.rsplit(".", 1)[-1] for n, d in declared.items() if d.rule == Muon(rows=(-3,), cols=(-1,))}
-    expected = {"w_q", "w_k", "w_v", "w_k_b", "w_v_b"} | ({"w_q_b"} if config is K3 else set())
-    assert per_head == expected
+    lora = config.model.mla.q_lora_rank is not None
+    expected = {"w_k_b", "w_v_b", "w_q_b" if lora else "w_q"}
+    assert per_head == expected | ({"w_q", "w_k", "w_v"} if config.model.kda_layers else set())
     clipped = {name.rsplit(".", 1)[-1] for name, d in declared.items() if d.clip is not None}
-    assert clipped == ({"w_q_b", "w_k_b"} if config is K3 else {"w_q", "w_k_b"})
+    assert clipped == ({"w_q_b", "w_k_b"} if lora else {"w_q", "w_k_b"})
 
 
 def test_dry_run_tells_memory_on_each_device_of_the_mesh_and_refuses_one_that_does_not_fit():

@@ -46,8 +46,9 @@ class KDA(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, stack: tuple[int, ...]):
-        self.config = config
         c, d = config.kda, config.hidden_size
+        assert c is not None
+        self.config, self.eps = c, config.rms_norm_eps
         h, k = c.num_heads, c.head_dim
         dtype, init = jnp.dtype(config.param_dtype), normal(config.initializer_range)
         exact = exact_dtype(dtype)
@@ -86,7 +87,7 @@ class KDA(nnx.Module):
 
         `documents` is that of the whole rows, also where x is cut over time.
         """
-        c = self.config.kda
+        c = self.config
         q, k, v = (einsum("btd,dhk->bthk", x, w) for w in (self.w_q, self.w_k, self.w_v))
         f = einsum("btr,rhk->bthk", einsum("btd,dr->btr", x, self.w_f_a), self.w_f_b)
         beta = einsum("btd,dh->bth", x, self.w_beta)
@@ -102,7 +103,7 @@ class KDA(nnx.Module):
 
     def _mix(self, time_axis, q, k, v, f, beta, gate, weights, documents, cache):
         """Convolutions, recurrence and gated norm of a device's rows, heads and tokens."""
-        c, dtype = self.config.kda, q.dtype
+        c, dtype = self.config, q.dtype
         conv_q, conv_k, conv_v, A_log, dt_bias, o_norm = weights
         g = decay_gate(f, A_log, dt_bias, lower_bound=c.gate_lower_bound)
         beta = jax.nn.sigmoid(beta.astype(g.dtype))
@@ -124,6 +125,6 @@ class KDA(nnx.Module):
             form = "recurrent" if q.shape[1] == 1 else "chunked"
             recurrence = partial(kda, initial_state=cache and cache.state, segment_ids=documents, form=form)
         o, state = recurrence(l2_norm(q), l2_norm(k), v, g, beta, chunk_size=c.chunk_size)
-        o = rms_norm(o.astype(g.dtype), o_norm, eps=self.config.rms_norm_eps)
+        o = rms_norm(o.astype(g.dtype), o_norm, eps=self.eps)
         o = (o * jax.nn.sigmoid(gate.astype(g.dtype))).astype(dtype)
         return o, None if cache is None else KDACache(state, *tails)
