@@ -40,9 +40,15 @@ class AttnResidual(nnx.Module):
         self.query = param((d,), "width", zeros, VECTOR, stack=stack, dtype=dtype)
         self.norm = param((d,), "width", ones, VECTOR, stack=stack, dtype=dtype)
 
-    def __call__(self, bank: jax.Array, partial: jax.Array, fresh: jax.Array | bool = False) -> jax.Array:
+    def __call__(
+        self,
+        bank: jax.Array,
+        partial: jax.Array,
+        count: jax.Array | None = None,
+        fresh: jax.Array | bool = False,
+    ) -> jax.Array:
         query, gain = self.query.get_value(), self.norm.get_value()
-        return attn_residual(bank, partial, query, gain, eps=self.eps, fresh=fresh)
+        return attn_residual(bank, partial, query, gain, eps=self.eps, count=count, fresh=fresh)
 
 
 class Layer(nnx.Module):
@@ -62,6 +68,7 @@ class Layer(nnx.Module):
         self,
         h: jax.Array,
         bank: jax.Array | None,
+        count: jax.Array,
         fresh: jax.Array,
         documents: jax.Array | None,
         cache: KDACache | MLACache | None,
@@ -71,8 +78,8 @@ class Layer(nnx.Module):
 
         Args:
             h: `[b, t, d]`, the residual stream or the block's running sum.
-            bank: `[n, b, t, d]`, embeddings and finished block sums, this block's start included; None without
-                attention residuals.
+            bank: `[n, b, t, d]`, embeddings and block sums; None without attention residuals.
+            count: int32, how many of these there are when this layer's block begins.
             fresh: bool, this layer begins a block: `h` is empty and takes no part in the first mix.
             documents: `[b, t]` or None, see `ops.segments.document_ids`.
             cache: what the mixer remembers, or None.
@@ -85,7 +92,7 @@ class Layer(nnx.Module):
         x = h
         if self.has_mix:
             assert bank is not None
-            x = self.attention_mix(bank, h, fresh)
+            x = self.attention_mix(bank, h, count, fresh)
         aux["attn_in"] = x
         if isinstance(self.attention, KDA):
             assert cache is None or isinstance(cache, KDACache)
@@ -95,7 +102,7 @@ class Layer(nnx.Module):
             y, cache, aux["max_logits"] = self.attention(self.attention_norm(x), documents, cache, slots)
         aux["attn_out"] = y
         h = h + y
-        x = self.mlp_mix(bank, h) if self.has_mix else h  # type: ignore[arg-type]
+        x = self.mlp_mix(bank, h, count) if self.has_mix else h  # type: ignore[arg-type]
         aux["mlp_in"] = x
         if isinstance(self.mlp, MoE):
             y, routed = self.mlp(self.mlp_norm(x), documents)

@@ -11,6 +11,7 @@ def attn_residual(
     gain: jax.Array,
     *,
     eps: float,
+    count: int | jax.Array | None = None,
     fresh: bool | jax.Array = False,
 ) -> jax.Array:
     """Mixes the stored blocks and the running partial sum, by softmax attention over the sources.
@@ -22,11 +23,12 @@ def attn_residual(
     least float32 on the raw sources: a norm rounded to bfloat16 before the dot product drifts.
 
     Args:
-      bank: [n, b, t, d] outputs of the finished blocks, the embedding first.
+      bank: [n, b, t, d] outputs of the finished blocks, the embedding first; finite also past `count`.
       partial: [b, t, d] sum of the sublayer outputs of the block under way.
       query: [d] static pseudo-query (`*_res_proj`). Zero at initialisation: the plain average of the sources.
       gain: [d] gain of the key norm (`*_res_norm`).
       eps: added to the mean square.
+      count: how many entries of the bank there are yet; the others have no influence. None for all. May be traced.
       fresh: the block has no output yet: `partial` is left out, whatever it holds. May be traced.
 
     Returns:
@@ -44,6 +46,9 @@ def attn_residual(
 
     # Bank and partial sum are scored apart: joining them would copy the whole bank for every sublayer.
     stored_score = score(stored)
+    if count is not None:
+        finished = jnp.arange(bank.shape[0]) < count
+        stored_score = jnp.where(finished[:, None, None], stored_score, -jnp.inf)
     running_score = jnp.where(fresh, -jnp.inf, score(running))
     top = jax.lax.stop_gradient(jnp.maximum(jnp.max(stored_score, axis=0), running_score))
     stored_part = jnp.exp(stored_score - top)
