@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -206,7 +207,7 @@ class _Walk:
         self.counts = jnp.asarray(begun[segment.starts])
         self.fresh = [jnp.asarray(starts(segment.layers(run))) for run in range(len(segment.runs))]
 
-    def __call__(self, h, bank, runs: list[Layer], caches):
+    def __call__(self, h, bank, runs: list[Layer], caches) -> tuple[jax.Array, Any, tuple, list[dict]]:
         """(h, bank, caches, what layers report by run) after the segment."""
         if caches is None and self.remat:
             (h, bank), outs = self._recomputed(h, bank, runs, self.documents)
@@ -298,7 +299,7 @@ class _Walk:
         return d_h, jax.tree.map(lambda d, like: d.astype(like.dtype), wide, d_bank), d_modules, None
 
 
-def _scan(f, carry, xs, *, reverse: bool = False):
+def _scan(f, carry, xs, *, reverse: bool = False) -> tuple[Any, Any]:
     """`jax.lax.scan`, without a loop where there is one step: it would be traced and compiled for nothing."""
     if len(jax.tree.leaves(xs)[0]) > 1:
         return jax.lax.scan(f, carry, xs, reverse=reverse)
