@@ -1,8 +1,9 @@
 """Released checkpoints in and out: the only file that knows Hugging Face's names and PyTorch's layouts.
 
-Two released layouts of one model, told apart by the config: K3 nests its text model (`language_model.` in front of
+Three released layouts of one model, told apart by the config: K3 nests its text model (`language_model.` in front of
 names, `text_config` in config.json, `A_log` padded with zeros to `head_dim` entries); Kimi Linear does not, and stores
-`A_log` as `[1, 1, heads, 1]`. A linear weight is `[out, in]` there and `[in, out]` here, with heads as an axis.
+`A_log` as `[1, 1, heads, 1]`; K2 has DeepSeek-V3's names. A linear weight is `[out, in]` there and `[in, out]` here,
+with heads as an axis. Channels that turn together are neighbours in both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from kimi_jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from kimi_jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPEConfig
 from kimi_jax.layers.param import arrays, named_params, with_arrays
 from kimi_jax.layout import segments
 from kimi_jax.model import Kimi
@@ -31,6 +32,8 @@ FLOAT32_NAMES = ("A_log", "dt_bias", "_conv1d.weight", "o_norm.weight", "e_score
 """Endings of the tensors that are stored as F32; all others are BF16."""
 NOT_TEXT = ("vision_tower.", "mm_projector.")
 """Tensors of a multimodal checkpoint that the text model has no use for."""
+STRAY = ".rotary_emb.inv_freq"
+"""Ending of buffers in K2's files that follow from the config."""
 NUMPY_DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -151,7 +154,8 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
         yield tensor("model.output_attn_res_norm.weight", "output_mix.norm", "same")
     for i, segment in enumerate(segments(config)):
         for j, run in enumerate(segment.runs):
-            table = [*_BLOCK, *(_KDA if run.mixer == "kda" else _MLA), *(_DENSE if segment.dense else _MOE)]
+            experts = _K2_MOE if _is_k2(config) else _MOE
+            table = [*_BLOCK, *(_KDA if run.mixer == "kda" else _MLA), *(_DENSE if segment.dense else experts)]
             base = f"segments.{i}.runs.{j}."
             for (repeat, place), layer in np.ndenumerate(segment.layers(j)):
                 for name, param, kind in table:
@@ -222,6 +226,16 @@ _MOE = [
     ("block_sparse_moe.experts.{e}.w3.weight", "mlp.w_up", "matrix"),
     ("block_sparse_moe.experts.{e}.w2.weight", "mlp.w_down", "matrix"),
 ]
+_K2_MOE = [
+    ("mlp.gate.weight", "mlp.w_router", "matrix"),
+    ("mlp.gate.e_score_correction_bias", "mlp.router_bias", "same"),
+    ("mlp.shared_experts.gate_proj.weight", "mlp.shared.w_gate", "matrix"),
+    ("mlp.shared_experts.up_proj.weight", "mlp.shared.w_up", "matrix"),
+    ("mlp.shared_experts.down_proj.weight", "mlp.shared.w_down", "matrix"),
+    ("mlp.experts.{e}.gate_proj.weight", "mlp.w_gate", "matrix"),
+    ("mlp.experts.{e}.up_proj.weight", "mlp.w_up", "matrix"),
+    ("mlp.experts.{e}.down_proj.weight", "mlp.w_down", "matrix"),
+]
 
 
 def _matrix(num_in: int):
@@ -288,6 +302,11 @@ _CODECS = {
 def _is_nested(config: ModelConfig) -> bool:
     """K3's layout. Attention Residuals are what only K3 has; the model types of both releases are the same."""
     return config.attn_res_block_size is not None
+
+
+def _is_k2(config: ModelConfig) -> bool:
+    """K2's layout. Of the family only K2 has rotary positions."""
+    return config.mla.rope is not None
 
 
 def _num_bytes(tensor: Tensor) -> int:
@@ -362,7 +381,7 @@ def _check_headers(path: Path, files: dict[str, str], expected: dict[str, Tensor
     packed = sorted(name for name in found if name.endswith((".weight_packed", ".weight_scale")))
     if packed:
         raise CheckpointError(f"{path} has {len(packed)} quantized tensors, {packed[0]} first; load a bf16 or f32 copy")
-    found = {name: entry for name, entry in found.items() if not name.startswith(NOT_TEXT)}
+    found = {name: entry for name, entry in found.items() if not name.startswith(NOT_TEXT) and not name.endswith(STRAY)}
     problems += [f"missing: {name} {list(expected[name].shape)}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected: {name} {found[name]['shape']}" for name in sorted(found.keys() - expected.keys())]
     for name in sorted(expected.keys() & found.keys()):
@@ -387,13 +406,15 @@ def read_config(path: str | Path) -> ModelConfig:
     try:
         whole = json.loads(file.read_text())
         text = whole.get("text_config", whole)
-        linear = text["linear_attn_config"]
-        for key, value in _FIXED.items():
+        rotary = "n_routed_experts" in text  # K2, and nobody else in the family
+        names, fixed = (_K2_NAMES, _K2_FIXED) if rotary else ({}, _FIXED)
+        for key, value in fixed.items():
+            key = names.get(key, key)
             if text.get(key, value) != value:
                 raise ConfigError(f"{file}: {key}={text[key]!r} is not supported, only {value!r}")
-        layers, mla = text["num_hidden_layers"], [layer - 1 for layer in linear["full_attn_layers"]]
-        if sorted([*mla, *(layer - 1 for layer in linear["kda_layers"])]) != list(range(layers)):
-            raise ConfigError(f"{file}: full_attn_layers and kda_layers must name each of 1..{layers} once")
+        layers = text["num_hidden_layers"]
+        mla, kda = (list(range(layers)), None) if rotary else _linear_attention(file, text)
+        tokens = text | whole
         situ = {"situ": True, "silu": False}[text["hidden_act"]]
         return ModelConfig(
             vocab_size=text["vocab_size"],
@@ -408,16 +429,11 @@ def read_config(path: str | Path) -> ModelConfig:
             rms_norm_eps=text["rms_norm_eps"],
             initializer_range=text["initializer_range"],
             max_position_embeddings=text.get("max_position_embeddings") or text["model_max_length"],
-            bos_token_id=whole["bos_token_id"],
-            eos_token_id=whole["eos_token_id"],
-            pad_token_id=whole["pad_token_id"],
-            kda=KDAConfig(
-                num_heads=linear["num_heads"],
-                head_dim=linear["head_dim"],
-                conv_size=linear["short_conv_kernel_size"],
-                gate_lower_bound=linear.get("gate_lower_bound"),
-                full_rank_gate=bool(linear.get("use_full_rank_gate")),
-            ),
+            bos_token_id=tokens["bos_token_id"],
+            eos_token_id=tokens["eos_token_id"],
+            # K2's file may leave it out; [PAD] is its tokenizer's last id.
+            pad_token_id=tokens.get("pad_token_id", text["vocab_size"] - 1) if rotary else tokens["pad_token_id"],
+            kda=kda,
             mla=MLAConfig(
                 num_heads=text["num_attention_heads"],
                 q_lora_rank=text["q_lora_rank"],
@@ -426,16 +442,18 @@ def read_config(path: str | Path) -> ModelConfig:
                 qk_rope_head_dim=text["qk_rope_head_dim"],
                 v_head_dim=text["v_head_dim"],
                 output_gate=bool(text.get("mla_use_output_gate")),
+                rope=_rope(file, text) if rotary else None,
             ),
             moe=MoEConfig(
-                num_experts=text["num_experts"],
-                experts_per_token=text["num_experts_per_token"],
-                num_shared_experts=text["num_shared_experts"],
+                num_experts=text[names.get("num_experts", "num_experts")],
+                experts_per_token=text[names.get("num_experts_per_token", "num_experts_per_token")],
+                num_shared_experts=text[names.get("num_shared_experts", "num_shared_experts")],
                 hidden_size=text["moe_intermediate_size"],
                 latent_size=text.get("routed_expert_hidden_size"),
                 latent_norm=bool(text.get("latent_moe_use_norm")),
-                renormalize=text["moe_renormalize"],
+                renormalize=text[names.get("moe_renormalize", "moe_renormalize")],
                 routed_scaling_factor=text["routed_scaling_factor"],
+                aux_loss_alpha=text.get("aux_loss_alpha") or 0.0,
             ),
         )
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -444,6 +462,41 @@ def read_config(path: str | Path) -> ModelConfig:
         raise ConfigError(f"{file} lacks or has an unknown value for {error}") from error
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"{file} has a value of the wrong kind: {error}") from error
+
+
+def _linear_attention(file: Path, text: dict) -> tuple[list[int], KDAConfig]:
+    """The 0-based MLA layers, and the settings of all others."""
+    linear, layers = text["linear_attn_config"], text["num_hidden_layers"]
+    mla = [layer - 1 for layer in linear["full_attn_layers"]]
+    if sorted([*mla, *(layer - 1 for layer in linear["kda_layers"])]) != list(range(layers)):
+        raise ConfigError(f"{file}: full_attn_layers and kda_layers must name each of 1..{layers} once")
+    return mla, KDAConfig(
+        num_heads=linear["num_heads"],
+        head_dim=linear["head_dim"],
+        conv_size=linear["short_conv_kernel_size"],
+        gate_lower_bound=linear.get("gate_lower_bound"),
+        full_rank_gate=bool(linear.get("use_full_rank_gate")),
+    )
+
+
+def _rope(file: Path, text: dict) -> RoPEConfig:
+    scaling = text.get("rope_scaling")
+    if scaling is None:
+        return RoPEConfig(theta=text["rope_theta"])
+    kind = scaling.get("type", scaling.get("rope_type"))
+    if kind != "yarn":
+        raise ConfigError(f"{file}: rope_scaling of type {kind!r} is not supported, only 'yarn'")
+    mscale = scaling["mscale_all_dim"]
+    if scaling["mscale"] != mscale:  # else their ratio would scale the rotated channels
+        raise ConfigError(f"{file}: mscale={scaling['mscale']} is not supported beside mscale_all_dim={mscale}")
+    return RoPEConfig(
+        theta=text["rope_theta"],
+        factor=scaling["factor"],
+        original_max_position_embeddings=scaling["original_max_position_embeddings"],
+        beta_fast=scaling["beta_fast"],
+        beta_slow=scaling["beta_slow"],
+        mscale=mscale,
+    )
 
 
 _FIXED = {
@@ -456,12 +509,29 @@ _FIXED = {
     "num_nextn_predict_layers": 0,
     "tie_word_embeddings": False,
 }
-"""What every model of the family has in common."""
+"""What K3 and Kimi Linear have in common."""
+_K2_NAMES = {
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+    "moe_renormalize": "norm_topk_prob",
+    "moe_router_activation_func": "scoring_func",
+    "num_expert_group": "n_group",
+}
+"""What K2 calls the settings of the others."""
+_K2_FIXED = {key: value for key, value in _FIXED.items() if key != "mla_use_nope"} | {
+    "seq_aux": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
 
 
 def released_config(config: ModelConfig) -> dict:
     """The config.json of the released layout."""
+    if _is_k2(config):
+        return _k2_config(config)
     kda, mla, moe = config.kda, config.mla, config.moe
+    assert kda is not None
     tokens = {
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_id,
@@ -514,9 +584,10 @@ def released_config(config: ModelConfig) -> dict:
         "latent_moe_use_norm": moe.latent_norm or None,
         "routed_expert_hidden_size": moe.latent_size,
         "activation_situ_beta": config.situ_beta,
-        "activation_situ_linear_beta": config.situ_linear_beta,
     }
     text |= {key: value for key, value in optional.items() if value is not None}
+    if config.situ_beta is not None:
+        text["activation_situ_linear_beta"] = config.situ_linear_beta  # null: no cap
     if not _is_nested(config):
         # Unused by the architecture, but the release has them and readers of it demand them.
         unused = {"head_dim": config.hidden_size // mla.num_heads, "rope_theta": 10000.0, "rope_scaling": None}
@@ -528,4 +599,54 @@ def released_config(config: ModelConfig) -> dict:
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "text_config": {**text, "max_position_embeddings": config.max_position_embeddings},
+    }
+
+
+def _k2_config(config: ModelConfig) -> dict:
+    """`released_config` of K2: DeepSeek-V3's keys."""
+    mla, moe, rope = config.mla, config.moe, config.mla.rope
+    assert rope is not None
+    shared = {
+        "num_experts": moe.num_experts,
+        "num_experts_per_token": moe.experts_per_token,
+        "num_shared_experts": moe.num_shared_experts,
+        "moe_renormalize": moe.renormalize,
+        **_K2_FIXED,
+    }
+    return {
+        "model_type": "kimi_k2",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.dense_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": mla.num_heads,
+        "num_key_value_heads": mla.num_heads,
+        "first_k_dense_replace": config.num_dense_layers,
+        "moe_intermediate_size": moe.hidden_size,
+        **{_K2_NAMES.get(key, key): value for key, value in shared.items()},
+        "routed_scaling_factor": moe.routed_scaling_factor,
+        "aux_loss_alpha": moe.aux_loss_alpha,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.qk_nope_head_dim,
+        "qk_rope_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rope_theta": rope.theta,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "mscale": rope.mscale,
+            "mscale_all_dim": rope.mscale,
+        },
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.initializer_range,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+        "dtype": "bfloat16",
     }

@@ -13,13 +13,13 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from kimi_jax import hf
-from kimi_jax.config import ConfigError, load_config
+from kimi_jax.config import ConfigError, RoPEConfig, load_config
 from kimi_jax.layers.param import arrays
 from kimi_jax.model import init
 from tests import tiny
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = ["k3_tiny", "kimi_linear_tiny"]
+NAMES = ["k3_tiny", "kimi_linear_tiny", "k2_tiny"]
 
 
 def read(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
@@ -70,7 +70,7 @@ def test_the_config_round_trips_by_released_names(name, tmp_path):
             assert theirs.get("text_config", theirs).get(key, value) == value, key
 
 
-@pytest.mark.parametrize("real", ["k3", "kimi_linear_48b"])
+@pytest.mark.parametrize("real", ["k3", "kimi_linear_48b", "k2_1t"])
 def test_released_tensor_names_of_the_real_models(real):
     """K3: the bf16 text tensors and one name for each expert matrix that the release stores packed, as two."""
     config = load_config(real).model
@@ -84,6 +84,13 @@ def test_released_tensor_names_of_the_real_models(real):
         assert found["language_model.model.layers.1.block_sparse_moe.experts.895.w2.weight"].shape == (3584, 3072)
         others = sum(hf._num_bytes(tensor) for name, tensor in found.items() if ".experts." not in name)
         assert others + 92 * 896 * 17_547_264 == 1_559_965_606_912  # the release's text bytes, experts packed
+    elif real == "k2_1t":
+        scaled = 61 * 5 + 3 + 60 * 3 * (1 + 384)  # FP8 in the release: attention, dense, shared and routed matrices
+        assert len(found) + scaled == 139_583
+        assert found["model.layers.60.mlp.experts.383.down_proj.weight"].shape == (7168, 2048)
+        assert found["model.layers.60.mlp.gate.e_score_correction_bias"].dtype == "F32"
+        assert found["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"].shape == (576, 7168)
+        assert sum(np.prod(tensor.shape) for tensor in found.values()) == 1_026_408_232_448
     else:
         assert found["model.layers.0.self_attn.A_log"].shape == (1, 1, 32, 1)
         assert sum(".experts." in name for name in found) == 26 * 256 * 3
@@ -98,6 +105,43 @@ def test_a_trained_model_survives(tmp_path):
     assert config == given
     for name, value in arrays(model).items():
         np.testing.assert_allclose(arrays(again)[name], value, rtol=2**-8)
+
+
+def test_k2s_stray_buffers_are_ignored(tmp_path):
+    shutil.copytree(GOLDEN / "k2_tiny", tmp_path / "copy")
+    with safe_open(tmp_path / "copy" / hf.SINGLE, "numpy") as handle:
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    tensors["model.layers.3.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
+    save_file(tensors, tmp_path / "copy" / hf.SINGLE)
+    hf.load(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    "key,value,message",
+    [
+        ("scoring_func", "softmax", "scoring_func='softmax' is not supported, only 'sigmoid'"),
+        ("n_group", 8, "n_group=8 is not supported, only 1"),
+        ("seq_aux", False, "seq_aux=False is not supported, only True"),
+        ("num_nextn_predict_layers", 1, "num_nextn_predict_layers=1 is not supported, only 0"),
+        ("num_experts_per_tok", None, "lacks or has an unknown value for 'num_experts_per_tok'"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling of type 'linear' is not supported"),
+        ("rope_scaling", {"rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 1.0}, "mscale=0.7 is not supported"),
+    ],
+)
+def test_other_models_than_k2_are_refused(tmp_path, key, value, message):
+    whole = json.loads((GOLDEN / "k2_tiny" / hf.CONFIG).read_text()) | {key: value}
+    whole = {key: value for key, value in whole.items() if value is not None}
+    (tmp_path / hf.CONFIG).write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=message):
+        hf.read_config(tmp_path)
+
+
+def test_k2_without_a_stretch_or_a_pad_token(tmp_path):
+    whole = json.loads((GOLDEN / "k2_tiny" / hf.CONFIG).read_text()) | {"rope_scaling": None}
+    del whole["pad_token_id"]
+    (tmp_path / hf.CONFIG).write_text(json.dumps(whole))
+    config = hf.read_config(tmp_path)
+    assert config.mla.rope == RoPEConfig(theta=50000.0) and config.pad_token_id == 255
 
 
 @pytest.fixture
