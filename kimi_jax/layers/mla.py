@@ -1,4 +1,4 @@
-"""Gated multi-head latent attention without positions."""
+"""Multi-head latent attention, gated or not, without positions or with rotary ones."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kimi_jax.layers.mlp import MATRIX
 from kimi_jax.layers.param import QKClip, einsum, normal, ones, param
 from kimi_jax.ops.attention import attention, latent_attention
 from kimi_jax.ops.norm import rms_norm
+from kimi_jax.ops.rope import rotate, yarn_frequencies, yarn_logit_scale
 from kimi_jax.parallel import context
 from kimi_jax.parallel.dense import gather_weight
 from kimi_jax.sharding import axes_of, axis_of, mesh_axes_of, per_device, spec_of, vary
@@ -37,15 +38,18 @@ class Slots(NamedTuple):
 
 
 class MLA(nnx.Module):
-    """o = softmax([q_nope, q_rope] [k_nope, k_rope]^T / sqrt(width)) v, y = (o sigmoid(x W_g)) W_o.
+    """o = softmax(scale [q_nope, q_rope] [k_nope, k_rope]^T) v, y = (o sigmoid(x W_g)) W_o.
 
-    k_nope and v come from a latent of `kv_lora_rank` numbers a token, k_rope is shared by all heads,
-    neither is rotated.
+    k_nope and v come from a latent of `kv_lora_rank` numbers a token, k_rope is shared by all heads. With
+    `config.mla.rope` q_rope and k_rope are turned by their positions (K2); else nothing is. scale is
+    1 / sqrt(width), times YaRN's factor.
     """
 
     def __init__(self, config: ModelConfig, stack: tuple[int, ...]):
         self.config = config
         c, d, h = config.mla, config.hidden_size, config.mla.num_heads
+        rope = c.rope
+        self.scale = c.qk_head_dim**-0.5 * (1.0 if rope is None else yarn_logit_scale(rope.factor, rope.mscale))
         dtype, init = jnp.dtype(config.param_dtype), normal(config.initializer_range)
 
         def weight(shape, axes, rule, clip=None):
@@ -72,9 +76,18 @@ class MLA(nnx.Module):
         self.w_o = weight((h, c.v_head_dim, d), "heads head_dim embed", FROM_HEADS)
 
     def __call__(
-        self, x: jax.Array, documents: jax.Array | None, cache: MLACache | None, slots: Slots | None
+        self,
+        x: jax.Array,
+        documents: jax.Array | None,
+        cache: MLACache | None,
+        slots: Slots | None,
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, MLACache | None, jax.Array]:
-        """x `[b, t, d]` -> y `[b, t, d]`, the cache after these tokens, and the largest logit of each head `[h]`."""
+        """x `[b, t, d]` -> y `[b, t, d]`, the cache after these tokens, and the largest logit of each head `[h]`.
+
+        `positions [b, t]` count the tokens of each document; like `documents` they are of whole rows, wherever x is
+        cut. They are needed with `rope` only.
+        """
         c = self.config.mla
         if c.q_lora_rank is None:
             q = einsum("btd,dhk->bthk", x, self.w_q)
@@ -87,15 +100,18 @@ class MLA(nnx.Module):
         spec, rank_axes = spec_of(q), axes_of(spec_of(self.w_k_b.get_value())[0])
         out = (spec, None if cache is None else MLACache(spec_of(cache.latent)), P(spec[2]))  # type: ignore[arg-type]
         attend = partial(self._attend, axes_of(spec[0]), axis_of(spec[1]), rank_axes, mesh_axes_of(q))
-        args = (q, latent, self.w_k_b.get_value(), self.w_v_b.get_value(), documents, cache, slots)
+        args = (q, latent, self.w_k_b.get_value(), self.w_v_b.get_value(), documents, positions, cache, slots)
         o, cache, max_logits = per_device(attend, out)(*args)
         if c.output_gate:
             o = o * jax.nn.sigmoid(einsum("btd,dhv->bthv", x, self.w_g).astype(o.dtype))
         return einsum("bthv,hvd->btd", o.astype(x.dtype), self.w_o), cache, max_logits
 
-    def _attend(self, batch_axes, time_axis, rank_axes, axes, q, latent, w_k_b, w_v_b, documents, cache, slots):
+    def _attend(
+        self, batch_axes, time_axis, rank_axes, axes, q, latent, w_k_b, w_v_b, documents, positions, cache, slots
+    ):
         """Attention of a device's queries and heads to the latents of their whole rows."""
         w_k_b, w_v_b = (gather_weight(w, (rank_axes, (), ()), axes, q.dtype) for w in (w_k_b, w_v_b))
+        q, latent = self._rotated(q, latent, context.local_span(positions, q.shape[1], time_axis))
         where: dict = {"q_documents": documents, "kv_documents": documents}
         if cache is None:
             latent = context.gather_latents(latent, time_axis, axes)
@@ -113,9 +129,24 @@ class MLA(nnx.Module):
         tokens = batch_axes if time_axis is None else (*batch_axes, time_axis)
         return o, cache, jax.lax.pmax(jax.lax.stop_gradient(max_logits), tokens) if tokens else max_logits
 
+    def _rotated(self, q, latent, positions):
+        """Queries `[b, t, h, k]` and this call's latents `[b, t, r]`, their rotary ends turned by position."""
+        c = self.config.mla
+        if c.rope is None:
+            return q, latent
+        frequencies = yarn_frequencies(
+            c.qk_rope_head_dim,
+            theta=c.rope.theta,
+            factor=c.rope.factor,
+            original_length=c.rope.original_max_position_embeddings,
+            beta_fast=c.rope.beta_fast,
+            beta_slow=c.rope.beta_slow,
+        )
+        return rotate(q, positions, frequencies), rotate(latent, positions, frequencies)
+
     def _expanded(self, q, latent, w_k_b, w_v_b, where: dict) -> tuple[jax.Array, jax.Array]:
         """Attention over keys and values of every head, made from the latents `[b, s, r]`."""
-        return latent_attention(q, latent, w_k_b, w_v_b, scale=self.config.mla.qk_head_dim**-0.5, **where)
+        return latent_attention(q, latent, w_k_b, w_v_b, scale=self.scale, **where)
 
     def _absorbed(self, q, latent, w_k_b, w_v_b, where: dict) -> tuple[jax.Array, jax.Array]:
         """The same with W_k_b moved to the query and W_v_b to the output: latents serve all heads as key and value."""
@@ -123,7 +154,7 @@ class MLA(nnx.Module):
         q_nope, q_rope = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
         q = jnp.concatenate([jnp.einsum("bthk,rhk->bthr", q_nope, w_k_b), q_rope], axis=-1)
         latent = latent[:, :, None]
-        o, max_logits = attention(q, latent, latent[..., : c.kv_lora_rank], scale=c.qk_head_dim**-0.5, **where)
+        o, max_logits = attention(q, latent, latent[..., : c.kv_lora_rank], scale=self.scale, **where)
         return jnp.einsum("bthr,rhv->bthv", o, w_v_b.astype(o.dtype)), max_logits
 
     def _absorbs(self, t: int) -> bool:

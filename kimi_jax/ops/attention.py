@@ -95,7 +95,7 @@ def latent_attention(
     Raises:
       ValueError: shapes that do not fit.
 
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1, without positions.
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; its rotated parts come rotated.
     """
     b, _, h, width = q.shape
     rank = w_k_b.shape[0]
