@@ -96,9 +96,9 @@ def _exponents(magnitude: jax.Array, axis: int, f: _Float, element: _Element, ru
     else:
         raise ValueError(f'rule={rule!r} is unknown; use "rceil", "even" or "floor"')
     largest = jnp.max(magnitude, axis=axis, keepdims=True)
-    finite = (largest >> f.fraction) - f.bias < 128
     k = ((largest + carry) >> f.fraction) - f.bias - element.high
-    return jnp.where(finite, jnp.clip(k, -127, 127), 128).astype(jnp.int32)
+    finite = (largest < (2 * f.bias + 1) << f.fraction) & (k <= 127)
+    return jnp.where(finite, jnp.maximum(k, -127), 128).astype(jnp.int32)
 
 
 def _codes(magnitude: jax.Array, k: jax.Array, f: _Float, element: _Element) -> jax.Array:
@@ -146,12 +146,16 @@ def _grouped(x: jax.Array, axis: int) -> tuple[jax.Array, int]:
     return x.reshape(*x.shape[:at], size // GROUP, GROUP, *x.shape[at + 1 :]), axis
 
 
-def _by_shard(f: Callable, args: Sequence[jax.Array], outs: int, sides: Sequence[int]):
-    """f, with so many results, on each shard of arrays cut alike; `sides` of a block are in the first's last axes."""
+@partial(jax.jit, static_argnums=(0, 2, 3, 4), inline=True)
+def _by_shard(f: Callable, args: Sequence[jax.Array], outs: int, sides: tuple[int, ...], settings: tuple):
+    """f(*args, *settings), with so many results, on each shard of arrays that are cut alike.
+
+    `sides` are those of a block, in the last axes of the first array.
+    """
     partition = spec_of(args[0])
-    sizes = dict(getattr(jax.typeof(args[0]).sharding, "mesh", jax.sharding.get_abstract_mesh()).shape)
     if not any(partition):
-        return f(*args)
+        return f(*args, *settings)
+    sizes = dict(jax.typeof(args[0]).sharding.mesh.shape)
     for side, size, part in zip(sides[::-1], args[0].shape[::-1], tuple(partition)[::-1], strict=False):
         ways = math.prod(sizes[axis] for axis in axes_of(part))
         if ways > 1 and size % (ways * side):
@@ -159,7 +163,7 @@ def _by_shard(f: Callable, args: Sequence[jax.Array], outs: int, sides: Sequence
                 f"an axis of {size} cut over {' x '.join(axes_of(part))} = {ways} devices has shards of "
                 f"{size / ways:g}, which do not divide into blocks of {side}; cut it over fewer, or over another axis"
             )
-    return per_device(f, (partition,) * outs if outs > 1 else partition)(*args)
+    return per_device(lambda *args: f(*args, *settings), (partition,) * outs if outs > 1 else partition)(*args)
 
 
 def _check(x: jax.Array, nonfinite: NonFinite) -> None:
@@ -220,12 +224,13 @@ def mxfp4_encode(x: jax.Array, rule: Rule = "rceil", *, nonfinite: NonFinite = "
     """
     _check(x, nonfinite)
 
-    def encode(x):
-        code, scale = _encode(x, _E2M1, rule)
-        pair = jax.lax.bitcast_convert_type(code.reshape(*code.shape[:-1], -1, 2), jnp.uint16)  # low byte first
-        return (pair | pair >> 4).astype(jnp.uint8), scale
+    return _by_shard(_mxfp4_encode, (x,), 2, (GROUP,), (rule,))
 
-    return _by_shard(encode, [x], 2, (GROUP,))
+
+def _mxfp4_encode(x, rule):
+    code, scale = _encode(x, _E2M1, rule)
+    pair = jax.lax.bitcast_convert_type(code.reshape(*code.shape[:-1], -1, 2), jnp.uint16)  # low byte first
+    return (pair | pair >> 4).astype(jnp.uint8), scale
 
 
 def mxfp4_decode(packed: jax.Array, scale: jax.Array, dtype=jnp.float32) -> jax.Array:
@@ -244,12 +249,13 @@ def mxfp4_decode(packed: jax.Array, scale: jax.Array, dtype=jnp.float32) -> jax.
     """
     _check_scales(packed, scale, 2)
 
-    def decode(packed, scale):
-        wide = packed.astype(jnp.uint16)
-        pair = jax.lax.bitcast_convert_type((wide | wide << 4) & 0x0F0F, jnp.uint8)
-        return _decode(pair.reshape(*packed.shape[:-1], -1), scale, _E2M1, dtype)
+    return _by_shard(_mxfp4_decode, (packed, scale), 1, (GROUP // 2,), (jnp.dtype(dtype),))
 
-    return _by_shard(decode, [packed, scale], 1, (GROUP // 2,))
+
+def _mxfp4_decode(packed, scale, dtype):
+    wide = packed.astype(jnp.uint16)
+    pair = jax.lax.bitcast_convert_type((wide | wide << 4) & 0x0F0F, jnp.uint8)
+    return _decode(pair.reshape(*packed.shape[:-1], -1), scale, _E2M1, dtype)
 
 
 def mxfp8_encode(x: jax.Array, rule: Rule = "rceil", *, nonfinite: NonFinite = "error") -> tuple[jax.Array, jax.Array]:
@@ -269,21 +275,23 @@ def mxfp8_encode(x: jax.Array, rule: Rule = "rceil", *, nonfinite: NonFinite = "
     """
     _check(x, nonfinite)
 
-    def encode(x):
-        code, scale = _encode(x, _E4M3, rule)
-        return jax.lax.bitcast_convert_type(code, jnp.float8_e4m3fn), scale
+    return _by_shard(_mxfp8_encode, (x,), 2, (GROUP,), (rule,))
 
-    return _by_shard(encode, [x], 2, (GROUP,))
+
+def _mxfp8_encode(x, rule):
+    code, scale = _encode(x, _E4M3, rule)
+    return jax.lax.bitcast_convert_type(code, jnp.float8_e4m3fn), scale
 
 
 def mxfp8_decode(values: jax.Array, scale: jax.Array, dtype=jnp.float32) -> jax.Array:
     """Inverse of `mxfp8_encode`: float8_e4m3fn [.., k], uint8 [.., k / 32] -> [.., k] in a dtype."""
     _check_scales(values, scale, 1)
 
-    def decode(values, scale):
-        return _decode(jax.lax.bitcast_convert_type(values, jnp.uint8), scale, _E4M3, dtype)
+    return _by_shard(_mxfp8_decode, (values, scale), 1, (GROUP,), (jnp.dtype(dtype),))
 
-    return _by_shard(decode, [values, scale], 1, (GROUP,))
+
+def _mxfp8_decode(values, scale, dtype):
+    return _decode(jax.lax.bitcast_convert_type(values, jnp.uint8), scale, _E4M3, dtype)
 
 
 def _check_scales(packed: jax.Array, scale: jax.Array, per: int) -> None:
@@ -295,34 +303,28 @@ def _check_scales(packed: jax.Array, scale: jax.Array, per: int) -> None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
 def _round(x: jax.Array, element: _Element, axis: int, rule: Rule) -> jax.Array:
-    return _rounded(x, element, axis, rule)[0]
+    magnitude, negative, k, f = _scaled(x, element, axis, rule)
+    return _values(_codes(magnitude, k, f, element), negative, k, element, x.dtype).reshape(x.shape)
 
 
-def _rounded(x, element, axis, rule):
+def _scaled(x, element, axis, rule):
     f = _float_of(x.dtype)
     grouped, axis = _grouped(x, axis)
     magnitude, negative = _bits(grouped, f)
-    k = _exponents(magnitude, axis, f, element, rule)
-    values = _values(_codes(magnitude, k, f, element), negative, k, element, x.dtype)
-    return values.reshape(x.shape), (magnitude, k)
+    return magnitude, negative, _exponents(magnitude, axis, f, element, rule), f
 
 
-def _round_fwd(x, element, axis, rule):
-    return _round(x, element, axis, rule), x
-
-
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _round_bwd(element, axis, rule, x, d_out):
     # Straight through; nothing to what saturates, since moving it would not move its code.
-    f = _float_of(x.dtype)
-    grouped, axis = _grouped(x, axis)
-    magnitude, _ = _bits(grouped, f)
-    k = _exponents(magnitude, axis, f, element, rule)
+    magnitude, _, k, f = _scaled(x, element, axis, rule)
     top = _values(jnp.full_like(k, element.top), jnp.zeros_like(k, bool), k, element, f.dtype)
     return (jnp.where((magnitude <= _bits(top, f)[0]).reshape(x.shape), d_out, 0),)
 
 
-_round.defvjp(_round_fwd, _round_bwd)
+_round.defvjp(lambda x, *static: (_round(x, *static), x), _round_bwd)
 
 
 def mxfp4_round(x: jax.Array, axis: int = -1, rule: Rule = "rceil") -> jax.Array:
@@ -365,17 +367,17 @@ def fp8_block_encode(w: jax.Array, *, nonfinite: NonFinite = "error") -> tuple[j
     """
     _check(w, nonfinite)
 
-    def encode(w):
-        w = w.astype(jnp.float32)
-        squares = _squares(jnp.abs(w))
-        amax = jnp.max(squares, axis=(-3, -1))
-        scale = jnp.where(amax == 0, 1, _quotient(amax, 448))
-        f = _float_of(jnp.float32)
-        magnitude, negative = _bits(_quotient(w, _spread(scale, w.shape)), f)
-        code = _codes(magnitude, jnp.zeros((), jnp.int32), f, _E4M3) | (negative.astype(f.bits) << 7)
-        return jax.lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e4m3fn), scale
+    return _by_shard(_fp8_block_encode, (w,), 2, (BLOCK, BLOCK), ())
 
-    return _by_shard(encode, [w], 2, (BLOCK, BLOCK))
+
+def _fp8_block_encode(w):
+    w = w.astype(jnp.float32)
+    amax = _amax(_squares(w), (-3, -1))
+    scale = jnp.where(amax == 0, 1, _quotient(amax, 448))
+    f = _float_of(jnp.float32)
+    magnitude, negative = _bits(_quotient(w, _spread(scale, w.shape)), f)
+    code = _codes(magnitude, jnp.zeros((), jnp.int32), f, _E4M3) | (negative.astype(f.bits) << 7)
+    return jax.lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e4m3fn), scale
 
 
 def fp8_block_decode(q: jax.Array, scale_inv: jax.Array, dtype=jnp.float32) -> jax.Array:
@@ -399,10 +401,18 @@ def fp8_block_decode(q: jax.Array, scale_inv: jax.Array, dtype=jnp.float32) -> j
             f"{BLOCK} x {BLOCK}"
         )
 
-    def decode(q, scale_inv):
-        return (q.astype(jnp.float32) * _spread(scale_inv.astype(jnp.float32), q.shape)).astype(dtype)
+    return _by_shard(_fp8_block_decode, (q, scale_inv), 1, (BLOCK, BLOCK), (jnp.dtype(dtype),))
 
-    return _by_shard(decode, [q, scale_inv], 1, (BLOCK, BLOCK))
+
+def _fp8_block_decode(q, scale_inv, dtype):
+    return (q.astype(jnp.float32) * _spread(scale_inv.astype(jnp.float32), q.shape)).astype(dtype)
+
+
+def _amax(w: jax.Array, axis, *, keepdims: bool = False) -> jax.Array:
+    """Largest magnitude of float32; NaN if one is not finite, which XLA's own maximum may pass over."""
+    largest = jnp.max(_bits(w, _float_of(w.dtype))[0], axis=axis, keepdims=keepdims)
+    amax = jax.lax.bitcast_convert_type(largest, jnp.float32)
+    return jnp.where(jnp.isfinite(amax), amax, jnp.nan)
 
 
 def _quotient(x: jax.Array, divisor) -> jax.Array:
@@ -448,15 +458,16 @@ def int4_encode(
     """
     _check(w, nonfinite)
 
-    def encode(w):
-        w, axis = _grouped(w.astype(jnp.float32), -1)
-        scale = _quotient(jnp.max(jnp.abs(w), axis=axis, keepdims=True), 7).astype(scale_dtype)
-        scale = jnp.where(scale == 0, 1, scale)
-        nibble = jnp.clip(jnp.round(_quotient(w, scale)), -7, 7).astype(jnp.int32) + 8
-        eights = nibble.reshape(*w.shape[:-2], -1, 8) << _NIBBLES
-        return jnp.sum(eights, axis=-1, dtype=jnp.int32), scale[..., 0]
+    return _by_shard(_int4_encode, (w,), 2, (GROUP,), (jnp.dtype(scale_dtype),))
 
-    return _by_shard(encode, [w], 2, (GROUP,))
+
+def _int4_encode(w, scale_dtype):
+    w, axis = _grouped(w.astype(jnp.float32), -1)
+    scale = _quotient(_amax(w, axis, keepdims=True), 7).astype(scale_dtype)
+    scale = jnp.where(scale == 0, 1, scale)
+    nibble = jnp.clip(jnp.round(_quotient(w, scale)), -7, 7).astype(jnp.int32) + 8
+    eights = nibble.reshape(*w.shape[:-2], -1, 8) << _NIBBLES
+    return jnp.sum(eights, axis=-1, dtype=jnp.int32), scale[..., 0]
 
 
 def int4_decode(packed: jax.Array, scale: jax.Array, dtype=jnp.float32) -> jax.Array:
@@ -475,12 +486,13 @@ def int4_decode(packed: jax.Array, scale: jax.Array, dtype=jnp.float32) -> jax.A
     """
     _check_scales(packed, scale, 8)
 
-    def decode(packed, scale):
-        nibble = (packed[..., None] >> _NIBBLES) & 15
-        q, _ = _grouped((nibble - 8).reshape(*packed.shape[:-1], -1), -1)
-        return (q * scale.astype(jnp.float32)[..., None]).reshape(*packed.shape[:-1], -1).astype(dtype)
+    return _by_shard(_int4_decode, (packed, scale), 1, (GROUP // 8,), (jnp.dtype(dtype),))
 
-    return _by_shard(decode, [packed, scale], 1, (GROUP // 8,))
+
+def _int4_decode(packed, scale, dtype):
+    nibble = (packed[..., None] >> _NIBBLES) & 15
+    q, _ = _grouped((nibble - 8).reshape(*packed.shape[:-1], -1), -1)
+    return (q * scale.astype(jnp.float32)[..., None]).reshape(*packed.shape[:-1], -1).astype(dtype)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("packed", "scale"), meta_fields=("kind",))
