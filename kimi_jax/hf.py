@@ -11,22 +11,22 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
-from kimi_jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPEConfig
-from kimi_jax.layers.param import arrays, named_params, with_arrays
+from kimi_jax import shards
+from kimi_jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPEConfig, Rules
+from kimi_jax.layers.param import arrays, declarations, named_params, place, with_arrays
 from kimi_jax.layout import segments
 from kimi_jax.model import Kimi
+from kimi_jax.ops.mx import BLOCK, GROUP, Kind, QTensor
+from kimi_jax.shards import DTYPES, INDEX, CheckpointError, Directory, Entry, Shard
 
 FLOAT32_NAMES = ("A_log", "dt_bias", "_conv1d.weight", "o_norm.weight", "e_score_correction_bias")
 """Endings of the tensors that are stored as F32; all others are BF16."""
@@ -34,17 +34,17 @@ NOT_TEXT = ("vision_tower.", "mm_projector.")
 """Tensors of a multimodal checkpoint that the text model has no use for."""
 STRAY = ".rotary_emb.inv_freq"
 """Ending of buffers in K2's files that follow from the config."""
-NUMPY_DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint directory that cannot be used. The message names every offending file or tensor."""
+ROOT = "language_model."
+"""What a multimodal release puts in front of its text tensors' names."""
+PLAIN = ("F32", "BF16")
+"""Dtypes of tensors that are not quantized."""
+CONFIG = "config.json"
+SHARD_BYTES = 5 * 2**30
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One released tensor and where it lives in our tree."""
+    """One tensor of the released model, whatever its encoding on disk, and where it lives in our tree."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,19 +53,46 @@ class Tensor:
     index: tuple[int, ...]
     """Place in the stacked parameters."""
     decode: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+    """Released array -> a layer's parameters, as views."""
     encode: Callable[..., np.ndarray]
+    rows: int | None
+    """Axis of the layer's parameter that runs along the first axis here; None where they mix."""
 
     @property
     def dtype(self) -> str:
         return "F32" if self.name.endswith(FLOAT32_NAMES) else "BF16"
 
 
-def load(path: str | Path, *, dtype=jnp.float32) -> tuple[Kimi, ModelConfig]:
-    """Loads a released K3 or Kimi Linear directory (safetensors, bf16 or f32, one file or shards).
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a file: a released tensor, or the part of one that is quantized."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    """What it may be stored in; the family's own comes first."""
+    shape: tuple[int, ...]
+    tensor: Tensor
+    kind: Kind | None
+    part: str
+    """`packed` or `scale`, as in `QTensor`; `shape`; `plain` for one that is not quantized."""
+
+    @property
+    def entry(self) -> tuple[str, str, tuple[int, ...]]:
+        return self.name, self.dtypes[0], self.shape
+
+
+def load(
+    path: str | Path, *, dtype=jnp.float32, packed: bool = False, rules: Rules | None = None
+) -> tuple[Kimi, ModelConfig]:
+    """Loads a released directory of K3, Kimi Linear or K2 onto the current mesh, each process what its devices hold.
+
+    What is quantized (MXFP4, block-FP8, INT4) is told by names and dtypes in the files, and decoded.
 
     Args:
         path: directory with `config.json` and `model.safetensors`, or shards and their index.
         dtype: of parameters and compute, whatever config.json says. What the family stores as F32 is at least f32.
+        packed: routed experts that are quantized stay so, as `QTensor`.
+        rules: how parameters are cut over the mesh.
 
     Returns:
         The model and its config.
@@ -75,76 +102,564 @@ def load(path: str | Path, *, dtype=jnp.float32) -> tuple[Kimi, ModelConfig]:
             directory; every one of them is named.
         ConfigError: a config.json that describes another kind of model.
     """
-    path, dtype = Path(path), jnp.dtype(dtype)
+    dtype = jnp.dtype(dtype)
     if dtype == jnp.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ConfigError('dtype=float64 needs jax.config.update("jax_enable_x64", True)')
-    config = replace(read_config(path), dtype=dtype.name, param_dtype=dtype.name)
-    files = _tensor_files(path)
-    expected = {tensor.name: tensor for tensor in tensors(config)}
-    _check_headers(path, files, expected)
-    model = Kimi(config)
-    values = {name: np.empty(spec.shape, spec.dtype) for name, spec in arrays(model).items()}
-    for file in sorted(set(files.values())):
-        with safe_open(path / file, "numpy") as handle:
-            for name in handle.keys():  # noqa: SIM118
-                if name in expected:
-                    tensor = expected[name]
-                    for param, value in zip(tensor.params, tensor.decode(handle.get_tensor(name)), strict=True):
-                        values[param][tensor.index] = value
-    return with_arrays(model, {name: jnp.asarray(values.pop(name)) for name in list(values)}), config
+    release = Release(path)
+    config = replace(release.config, dtype=dtype.name, param_dtype=dtype.name)
+    model = place(Kimi(config), rules or Rules())
+    values = {}
+    for name, like in arrays(model).items():
+        kind = release.kinds.get(name) if packed else None
+        if kind is None:
+            values[name] = _array(release, name, like.shape, like.dtype, like.sharding)
+        else:
+            packed_part, scale = (
+                _array(release, leaf, *release.leaves[leaf], _flipped(like.sharding))
+                for leaf in (f"{name}.packed", f"{name}.scale")
+            )
+            values[name] = QTensor(packed_part, scale, kind)
+    return with_arrays(model, values), config
 
 
-def save(path: str | Path, model: Kimi, config: ModelConfig, *, max_shard_bytes: int = 5 * 2**30) -> None:
+def _array(release: Release, leaf: str, shape, dtype, sharding) -> jax.Array:
+    if sharding is None:
+        return jnp.asarray(release.read(leaf, (slice(None),) * len(shape), dtype))
+    return jax.make_array_from_callback(shape, sharding, lambda index: release.read(leaf, index or (), dtype))
+
+
+def _flipped(sharding):
+    """A weight's sharding for what is stored transposed."""
+    if sharding is None:
+        return None
+    *lead, rows, cols = sharding.spec
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*lead, cols, rows))
+
+
+class Release:
+    """A released directory, opened and checked: the parameters of our tree, read in slices.
+
+    Attributes:
+        config: the model, in the dtypes that hold every number as released.
+        leaves: path -> shape and dtype of all arrays of the tree, experts that are quantized as `.packed` and `.scale`.
+        kinds: path of each parameter that can stay packed -> its format.
+        carried: names of the tensors whose bytes do not follow from `leaves`: those of other parts of a multimodal
+            model, and what is quantized outside of experts.
+
+    Raises:
+        CheckpointError: as in `load`.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        config = read_config(path)
+        _check_quantization(self.path / CONFIG)
+        self.directory = Directory(path)
+        entries = self.directory.entries
+        self.stored = match(entries, config, path)
+        wide = any(
+            s.part == "plain" and s.dtypes[0] == "BF16" and entries[name].dtype == "F32"
+            for name, s in self.stored.items()
+        )
+        dtype = "float32" if wide else "bfloat16"
+        self.config = replace(config, dtype=dtype, param_dtype=dtype)
+        self._parts: dict[str, dict[str, str]] = {}
+        known: dict[str, Tensor] = {}
+        for name, s in self.stored.items():
+            known[s.tensor.name] = s.tensor
+            self._parts.setdefault(s.tensor.name, {})[s.part] = name
+        self._tensors = list(known.values())
+        placed: dict[str, dict[tuple[int, ...], int]] = {}
+        for number, tensor in enumerate(self._tensors):
+            for param in tensor.params:
+                placed.setdefault(param, {})[tensor.index] = number
+        self._places: dict[str, np.ndarray] = {}
+        self.kinds: dict[str, Kind] = {}
+        self.leaves: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+        model = Kimi(self.config)
+        declared = declarations(model)
+        for param, like in arrays(model).items():
+            indices = list(placed[param])
+            stack = like.shape[: len(indices[0])]
+            self._places[param] = np.empty(stack, np.int64)
+            for index, number in placed[param].items():
+                self._places[param][index] = number
+            found: list[Kind | None] = list({self._kind(self._tensors[number]) for number in placed[param].values()})
+            kind = found[0] if len(found) == 1 and declared[param].axes[0] == "experts" else None
+            if kind is None:
+                self.leaves[param] = like.shape, np.dtype(like.dtype)
+                continue
+            self.kinds[param] = kind
+            parts = self._parts[self._tensors[placed[param][indices[0]]].name]
+            for part in ("packed", "scale"):
+                entry = entries[parts[part]]
+                self.leaves[f"{param}.{part}"] = (*stack, *entry.shape), DTYPES[entry.dtype]
+        self.carried = [
+            name
+            for name in entries
+            if name not in self.stored
+            or (self.stored[name].part in ("packed", "scale") and self.stored[name].tensor.params[0] not in self.kinds)
+        ]
+
+    def read(self, leaf: str, index: tuple[slice, ...], dtype=None) -> np.ndarray:
+        """A slice of one of `leaves`, or of a packed parameter by its own path, which is then decoded."""
+        param, _, part = leaf.rpartition(".")
+        if param not in self.kinds:
+            param, part = leaf, None
+        places = self._places[param]
+        stack = places.ndim
+        numbers = places[index[:stack]]
+        dtype = np.dtype(dtype or self.leaves[leaf][1])
+        out: np.ndarray | None = None
+        for at, number in np.ndenumerate(numbers):
+            tensor = self._tensors[number]
+            if part is not None:
+                value = self.directory.read(self._parts[tensor.name][part])[index[stack:]]
+            elif self._kind(tensor) is None:
+                name = self._parts[tensor.name]["plain"]
+                value = tensor.decode(self.directory.read(name))[tensor.params.index(param)][index[stack:]]
+            else:
+                value = self._decoded(tensor, param, index[stack:], dtype)
+            if out is None:
+                out = np.empty((*numbers.shape, *value.shape), dtype)
+            _copy(out[at], value)
+        assert out is not None
+        return out
+
+    def _kind(self, tensor: Tensor) -> Kind | None:
+        return self.stored[next(iter(self._parts[tensor.name].values()))].kind
+
+    def _decoded(self, tensor: Tensor, param: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """A slice of a layer's parameter out of a quantized tensor; of a plain matrix no more than its blocks."""
+        packed, scale = (self.directory.read(self._parts[tensor.name][part]) for part in ("packed", "scale"))
+        kind = self._kind(tensor)
+        assert kind is not None
+        if tensor.rows != 1:
+            return tensor.decode(unpack(packed, scale, kind, dtype))[tensor.params.index(param)][index]
+        sides = (BLOCK, BLOCK) if kind == "fp8_block" else (1, GROUP)
+        wanted = [range(size)[s] for size, s in zip(tensor.shape, index[::-1], strict=True)]
+        first = [span.start // side for span, side in zip(wanted, sides, strict=True)]
+        last = [-(-span.stop // side) for span, side in zip(wanted, sides, strict=True)]
+        entries = scale.shape[1] * sides[1] // packed.shape[1] if kind != "fp8_block" else 1
+        rows = slice(first[0] * sides[0], last[0] * sides[0])
+        cols = slice(first[1] * sides[1] // entries, last[1] * sides[1] // entries)
+        w = unpack(packed[rows, cols], scale[first[0] : last[0], first[1] : last[1]], kind, dtype)
+        inner = (
+            slice(span.start - start * side, span.stop - start * side)
+            for span, start, side in zip(wanted, first, sides, strict=True)
+        )
+        return w[tuple(inner)].T
+
+
+def _copy(out: np.ndarray, value: np.ndarray) -> None:
+    """out <- value, which may be transposed: in strips, so that both stay in the processor's cache."""
+    if out.dtype == value.dtype:  # of the same dtype, bits: NumPy is slow with those it does not know
+        out, value = (a.view(f"u{a.itemsize}") for a in (out, value))
+    if value.ndim < 2 or value.flags.c_contiguous:
+        out[...] = value
+        return
+    axis, fast = int(np.argmax(value.strides)), int(np.argmin(value.strides))
+    lines = max(1, value.size // value.shape[fast] // value.shape[axis])
+    step = max(1, 128 // lines)
+    for start in range(0, value.shape[axis], step):
+        part = (*(slice(None),) * axis, slice(start, start + step))
+        out[part] = value[part]
+
+
+def unpack(packed: np.ndarray, scale: np.ndarray, kind: Kind, dtype) -> np.ndarray:
+    """Decodes a quantized matrix `[out, in]` on the host."""
+    with _on_host():
+        return np.asarray(_unpack(np.asarray(packed), np.asarray(scale), kind, jnp.dtype(dtype)))
+
+
+def pack(w: np.ndarray, kind: Kind) -> dict[str, np.ndarray]:
+    """Encodes a matrix `[out, in]` on the host: its `packed` and its `scale`.
+
+    Raises:
+        ValueError: NaN or infinity in it, or a width that does not divide into groups.
+    """
+    if not np.isfinite(w).all():
+        raise ValueError(f"{np.count_nonzero(~np.isfinite(w)):,} of {w.size:,} values are NaN or infinite")
+    with _on_host():
+        q = _pack(np.ascontiguousarray(w), kind)
+        return {"packed": np.asarray(q.packed), "scale": np.asarray(q.scale)}
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _unpack(packed, scale, kind, dtype):
+    return QTensor(packed, scale, kind).decode(dtype).mT
+
+
+@partial(jax.jit, static_argnums=1)
+def _pack(w, kind):
+    return QTensor.encode(w.mT, kind)
+
+
+def _on_host():
+    """One CPU device, whatever mesh is set."""
+    device = jax.local_devices(backend="cpu")[0]
+    return jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("host",), axis_types=(jax.sharding.AxisType.Explicit,)))
+
+
+@dataclass
+class Plan:
+    """A released directory that is to be written: its files, and where the data of each tensor comes from."""
+
+    config: str
+    """Text of config.json."""
+    files: dict[str, Shard]
+    stored: dict[str, Stored]
+    """Those of `files` that come from parameters; the others come from `original`."""
+    index: str | None
+    original: Directory | None = None
+    """Tensors as they were released."""
+    _last: tuple[str, dict[str, np.ndarray]] = field(default=("", {}), repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.files.values())
+
+    def blocks(self, file: str, source: Parameters) -> Iterator[np.ndarray]:
+        """The data of a file's tensors, in order, in blocks."""
+        for name, entry in self.files[file].entries.items():
+            yield from self.tensor(name, entry, source)
+
+    def tensor(self, name: str, entry: Entry, source: Parameters) -> Iterator[np.ndarray]:
+        """The data of one tensor, in blocks."""
+        if name not in self.stored:
+            assert self.original is not None
+            yield from self.original.blocks(name)
+            return
+        s, dtype = self.stored[name], DTYPES[entry.dtype]
+        if s.part == "shape":
+            yield np.array(s.tensor.shape, dtype)
+        elif s.part == "plain":
+            for w in self._matrices(s.tensor, source):
+                yield _cast(w, dtype)
+        elif source.kinds.get(s.tensor.params[0]) == s.kind:
+            yield source.fetch(f"{s.tensor.params[0]}.{s.part}", s.tensor.index)
+        else:
+            if self._last[0] != s.tensor.name:
+                self._last = s.tensor.name, self._packed(s, source)
+            yield self._last[1][s.part].astype(dtype)
+
+    def _matrices(self, tensor: Tensor, source: Parameters) -> Iterator[np.ndarray]:
+        """The tensor in its released shape; a large one in blocks of rows."""
+        rows = tensor.shape[0] if tensor.shape else 1
+        step = max(1, shards.BLOCK // (4 * max(1, math.prod(tensor.shape[1:]))))
+        if tensor.rows is None or step >= rows or tensor.params[0] in source.kinds:
+            yield tensor.encode(*(source.value(param, tensor.index) for param in tensor.params))
+            return
+        for start in range(0, rows, step):
+            part = (*(slice(None),) * tensor.rows, slice(start, start + step))
+            yield tensor.encode(source.fetch(tensor.params[0], (*tensor.index, *part)))
+
+    def _packed(self, s: Stored, source: Parameters) -> dict[str, np.ndarray]:
+        """A matrix in a quantized format: the bytes that it was released with, as long as it is still the same."""
+        tensor, kind = s.tensor, s.kind
+        assert kind is not None
+        w = tensor.encode(*(source.value(param, tensor.index) for param in tensor.params))
+        names = {part.part: part.name for part in stored(tensor, kind)}
+        if self.original is not None and names["packed"] in self.original.where:
+            released = {part: self.original.read(names[part]) for part in ("packed", "scale")}
+            before = unpack(released["packed"], released["scale"], kind, w.dtype)
+            if before.tobytes() == np.ascontiguousarray(w).tobytes():
+                return released
+        try:
+            return pack(w, kind)
+        except ValueError as error:
+            raise CheckpointError(f"{tensor.name} cannot be stored as {kind}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Where parameters come from that are to be written."""
+
+    fetch: Callable[[str, tuple], np.ndarray]
+    """(path of an array, index) -> what lies there, on the host."""
+    kinds: Mapping[str, Kind]
+    """Parameters that are packed, as arrays `.packed` and `.scale` under their path."""
+
+    def value(self, param: str, index: tuple) -> np.ndarray:
+        """A parameter, decoded if it is packed."""
+        kind = self.kinds.get(param)
+        if kind is None:
+            return self.fetch(param, index)
+        return unpack(self.fetch(f"{param}.packed", index), self.fetch(f"{param}.scale", index), kind, np.float32).T
+
+
+def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    out = np.empty(values.shape, dtype)
+    _copy(out, values)
+    return out
+
+
+def plan(config: ModelConfig, *, packed: bool, max_shard_bytes: int = SHARD_BYTES) -> Plan:
+    """How a model is written in the layout of its family; `packed` in its quantized format, if it has one."""
+    parts = list(manifest(config, packed=packed))
+    files = shards.divide((s.entry for s in parts), max_shard_bytes)
+    index = shards.index_of(files) if len(files) > 1 else None
+    text = released_config(config)
+    if packed and (quantization := _quantization_config(config)) is not None:
+        (text.get("text_config") or text)["quantization_config"] = quantization
+    return Plan(json.dumps(text, indent=2) + "\n", files, {s.name: s for s in parts}, index)
+
+
+def plan_like(config: ModelConfig, files: dict[str, Shard], folder: str | Path, original: Directory | None) -> Plan:
+    """How a model is written in the place of another of the same shape, tensors it does not have included.
+
+    Args:
+        config: the model.
+        files: headers to write.
+        folder: with the config.json and, if there is one, the index to write.
+        original: tensors that are carried through, and those whose released bytes are kept while they are unchanged.
+
+    Raises:
+        CheckpointError: they are not those of the model.
+    """
+    folder = Path(folder)
+    theirs, ours = released_config(read_config(folder)), released_config(config)
+    if theirs != ours:
+        raise CheckpointError(f"{folder / CONFIG} is not the model's:\n  " + "\n  ".join(_differences(theirs, ours)))
+    entries = {name: entry for shard in files.values() for name, entry in shard.entries.items()}
+    found = match(entries, config, folder)
+    lost = sorted(name for name in entries.keys() - found.keys() if original is None or name not in original.where)
+    if lost:
+        raise CheckpointError(f"{folder} lacks the data of:\n  " + "\n  ".join(lost))
+    index = (folder / INDEX).read_text() if (folder / INDEX).is_file() else None
+    return Plan((folder / CONFIG).read_text(), files, found, index, original)
+
+
+def _differences(theirs: dict, ours: dict) -> list[str]:
+    return [
+        f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key)
+    ]
+
+
+def save(
+    path: str | Path, model: Kimi, config: ModelConfig, *, packed: bool = False, max_shard_bytes: int = SHARD_BYTES
+) -> None:
     """Writes the model in the released layout and dtypes, so that `save(load(x))` holds the bytes of x's tensors.
 
     The directory appears under its name only when it is whole.
 
+    Args:
+        path: a new directory.
+        model: on the host or any mesh of one process. Experts may be `QTensor`.
+        config: `model.config`.
+        packed: in the quantized format of the family: K3's experts in MXFP4, K2 in block-FP8. Kimi Linear has none.
+        max_shard_bytes: most bytes of a file.
+
     Raises:
-        CheckpointError: `path` exists and is not an empty directory, or the disk is too small.
+        CheckpointError: `path` exists and is not an empty directory, or the disk is too small; a matrix that the
+            format cannot hold.
     """
     path = Path(path).absolute()
-    if replace(config, dtype="float32", param_dtype="float32", remat="none") != replace(
-        model.config, dtype="float32", param_dtype="float32", remat="none"
-    ):
+    if _model_alone(config) != _model_alone(model.config):
         raise ConfigError("the config is not that of the model; pass model.config")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists already; choose a new directory or remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    all_tensors = list(tensors(config))
-    total = sum(_num_bytes(tensor) for tensor in all_tensors)
-    free = shutil.disk_usage(path.parent).free
-    if total > free:
-        raise CheckpointError(f"{path} needs {total:,} bytes and the disk has {free:,} free; choose another disk")
+    check_new(path)
+    values = dict(zip(named_params(model), jax.tree.leaves(model, is_leaf=_is_packed), strict=True))
+    kinds: dict[str, Kind] = {name: value.kind for name, value in values.items() if isinstance(value, QTensor)}
+    flat = {name: value for name, value in values.items() if name not in kinds}
+    for name in kinds:
+        flat |= {f"{name}.packed": values[name].packed, f"{name}.scale": values[name].scale}
+    source = Parameters(lambda leaf, index: np.asarray(flat[leaf])[index], kinds)
+    made = plan(config, packed=packed, max_shard_bytes=max_shard_bytes)
+    check_disk(path, made.num_bytes)
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    shards = _shards(all_tensors, max_shard_bytes)
-    values = arrays(model)
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= {tensor.name: file for tensor in shard}
-        save_file({tensor.name: _encoded(tensor, values) for tensor in shard}, partial / file, {"format": "pt"})
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (partial / CONFIG).write_text(json.dumps(released_config(config), indent=2) + "\n")
+    for file, shard in made.files.items():
+        shards.write(partial / file, shard, made.blocks(file, source))
+    if made.index is not None:
+        (partial / INDEX).write_text(made.index)
+    (partial / CONFIG).write_text(made.config)
     if path.exists():
         path.rmdir()
     partial.rename(path)
 
 
-def tensors(config: ModelConfig) -> Iterator[Tensor]:
-    """Every tensor of the released layout, without allocating any."""
+def _is_packed(x) -> bool:
+    return isinstance(x, QTensor)
+
+
+def _model_alone(config: ModelConfig) -> ModelConfig:
+    """The config without what the numbers do not depend on."""
+    return replace(config, dtype="float32", param_dtype="float32", remat="none")
+
+
+def check_new(path: Path) -> None:
+    """Refuses to write where something is."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists already; choose a new directory or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def check_disk(path: Path, needed: int) -> None:
+    """Refuses a directory for which its disk is too small."""
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise CheckpointError(f"{path} needs {needed:,} bytes and the disk has {free:,} free; choose another disk")
+
+
+def manifest(config: ModelConfig, *, packed: bool = True, root: str | None = None) -> Iterator[Stored]:
+    """Every tensor of the files that the model is exported to, without allocating any."""
+    for tensor in tensors(config, root):
+        yield from stored(tensor, _family_kind(config, tensor) if packed else None)
+
+
+def manifest_lines(config: ModelConfig, *, packed: bool = True) -> list[str]:
+    """`manifest` as sorted lines `name DTYPE AxB`."""
+    return sorted(f"{s.name} {s.dtypes[0]} {'x'.join(map(str, s.shape))}" for s in manifest(config, packed=packed))
+
+
+def stored(tensor: Tensor, kind: Kind | None) -> list[Stored]:
+    """What a tensor is on disk in a format."""
+    if kind is None:
+        return [Stored(tensor.name, (tensor.dtype, *PLAIN), tensor.shape, tensor, None, "plain")]
+    o, i = tensor.shape
+    parts: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
+        "mxfp4": {"packed": ("_packed", ("U8",), (o, i // 2)), "scale": ("_scale", ("U8",), (o, i // GROUP))},
+        "int4": {
+            "packed": ("_packed", ("I32",), (o, i // 8)),
+            "scale": ("_scale", ("BF16", "F16", "F32"), (o, i // GROUP)),
+            "shape": ("_shape", ("I64", "I32"), (2,)),
+        },
+        "fp8_block": {
+            "packed": ("", ("F8_E4M3",), (o, i)),
+            "scale": ("_scale_inv", ("F32",), (-(-o // BLOCK), -(-i // BLOCK))),
+        },
+    }[kind]
+    return [
+        Stored(tensor.name + ending, dtypes, shape, tensor, kind, part)
+        for part, (ending, dtypes, shape) in parts.items()
+    ]
+
+
+def _found_kind(entries: Mapping[str, Entry], name: str) -> Kind | None:
+    """The format in which a tensor lies in files, told by names and dtypes alone."""
+    if name + "_scale_inv" in entries or (name in entries and entries[name].dtype == "F8_E4M3"):
+        return "fp8_block"
+    packed = entries.get(name + "_packed")
+    if name + "_shape" in entries or (packed is not None and packed.dtype == "I32"):
+        return "int4"
+    return "mxfp4" if packed is not None or name + "_scale" in entries else None
+
+
+def match(entries: Mapping[str, Entry], config: ModelConfig, where: str | Path) -> dict[str, Stored]:
+    """Finds the model's tensors among those of files.
+
+    Raises:
+        CheckpointError: tensors that are missing, unexpected, or of another shape or dtype: all of them, by name.
+    """
+    root = ROOT if any(name.startswith(ROOT) for name in entries) else ""
+    found: dict[str, Stored] = {}
+    problems = []
+    for tensor in tensors(config, root):
+        kind = _found_kind(entries, tensor.name)
+        if kind is not None and len(tensor.shape) != 2:
+            problems.append(f"quantized: {tensor.name} {list(tensor.shape)} is no matrix")
+            kind = None
+        if kind in ("mxfp4", "int4") and tensor.shape[1] % GROUP:
+            problems.append(f"quantized: {tensor.name} has {tensor.shape[1]} columns, not a multiple of {GROUP}")
+        for s in stored(tensor, kind):
+            found[s.name] = s
+            entry = entries.get(s.name)
+            if entry is None:
+                problems.append(f"missing: {s.name} {list(s.shape)}")
+                continue
+            if entry.shape != s.shape:
+                problems.append(f"shape: {s.name} is {list(entry.shape)}, the config needs {list(s.shape)}")
+            if entry.dtype not in s.dtypes:
+                only = ", ".join(PLAIN if s.part == "plain" else s.dtypes)
+                problems.append(f"dtype: {s.name} is {entry.dtype}, only {only} can be loaded")
+    others = (name for name in sorted(entries.keys() - found.keys()) if not name.startswith(NOT_TEXT))
+    problems += [f"unexpected: {name} {list(entries[name].shape)}" for name in others if not name.endswith(STRAY)]
+    if problems:
+        raise CheckpointError(f"{where} does not hold the model of its config.json:\n  " + "\n  ".join(problems))
+    return found
+
+
+def _family_kind(config: ModelConfig, tensor: Tensor) -> Kind | None:
+    """The format in which the family releases a tensor."""
+    if _is_k2(config):
+        return "fp8_block" if "_proj" in tensor.name and len(tensor.shape) == 2 else None
+    return "mxfp4" if _is_nested(config) and ".experts." in tensor.name else None
+
+
+def _quantization_config(config: ModelConfig) -> dict | None:
+    """What config.json says of the format of the family."""
+    if _is_k2(config):
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        }
+    if not _is_nested(config):
+        return None
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": GROUP, "symmetric": True}
+    group = {
+        "format": "mxfp4-pack-quantized",
+        "targets": ["Linear"],
+        "weights": {**weights, "dynamic": False, "scale_dtype": "torch.uint8"},
+        "input_activations": None,
+        "output_activations": None,
+    }
+    kept = (
+        "self_attn",
+        "shared_experts",
+        r"mlp\.(gate|up|gate_up|down)_proj",
+        "lm_head",
+        "vision_tower",
+        "mm_projector",
+    )
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [f"re:.*{part}.*" for part in kept],
+        "kv_cache_scheme": None,
+    }
+
+
+def _check_quantization(file: Path) -> None:
+    """Refuses a config.json that describes a format that is not read here; which tensors have it, their names say."""
+    whole = json.loads(file.read_text())
+    found = whole.get("quantization_config") or whole.get("text_config", {}).get("quantization_config")
+    if found is None:
+        return
+    method, form = found.get("quant_method"), found.get("format")
+    if method == "fp8":
+        size = found.get("weight_block_size")
+        if size != [BLOCK, BLOCK]:
+            raise CheckpointError(f"{file}: weight_block_size={size} is not supported, only {[BLOCK, BLOCK]}")
+    elif method != "compressed-tensors":
+        raise CheckpointError(f"{file}: quant_method={method!r} is not supported, only 'compressed-tensors' and 'fp8'")
+    elif form not in ("mxfp4-pack-quantized", "pack-quantized"):
+        known = "'mxfp4-pack-quantized' and 'pack-quantized'"
+        raise CheckpointError(f"{file}: compressed-tensors of format {form!r} are not supported, only {known}")
+    for group in found.get("config_groups", {}).values():
+        size = (group.get("weights") or {}).get("group_size", GROUP)
+        if size != GROUP:
+            raise CheckpointError(f"{file}: group_size={size} is not supported, only {GROUP}")
+
+
+def tensors(config: ModelConfig, root: str | None = None) -> Iterator[Tensor]:
+    """Every tensor of the released model, without allocating any; `root` begins the names, by default the family's."""
     ours = {name: variable.get_value().shape for name, variable in named_params(Kimi(config)).items()}
-    nested = _is_nested(config)
-    root = "language_model." if nested else ""
+    if root is None:
+        root = ROOT if _is_nested(config) else ""
 
     def tensor(name: str, param: str | tuple[str, ...], kind: str = "matrix", index: tuple[int, ...] = ()) -> Tensor:
         params = (param,) if isinstance(param, str) else param
         shapes = [ours[p][len(index) :] for p in params]
         shape, decode, encode = _CODECS[kind](config, shapes)
-        return Tensor(root + name, shape, params, index, decode, encode)
+        rows = {"same": 0, "matrix": 1}.get(kind) if len(shapes[0]) == 2 else None
+        return Tensor(root + name, shape, params, index, decode, encode, rows)
 
     yield tensor("lm_head.weight", "head")
     yield tensor("model.embed_tokens.weight", "embed", "same")
@@ -157,12 +672,12 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
             experts = _K2_MOE if _is_k2(config) else _MOE
             table = [*_BLOCK, *(_KDA if run.mixer == "kda" else _MLA), *(_DENSE if segment.dense else experts)]
             base = f"segments.{i}.runs.{j}."
-            for (repeat, place), layer in np.ndenumerate(segment.layers(j)):
+            for (repeat, turn), layer in np.ndenumerate(segment.layers(j)):
                 for name, param, kind in table:
                     params = tuple(base + p for p in param.split())
                     if params[0] not in ours:
                         continue  # a part that this config does not have
-                    index = (repeat, place)
+                    index = (repeat, turn)
                     if "{e}" not in name:
                         yield tensor(f"model.layers.{layer}.{name}", params, kind, index)
                         continue
@@ -244,17 +759,18 @@ def _matrix(num_in: int):
     def codec(config, shapes):
         (shape,) = shapes
         rows, cols = math.prod(shape[:num_in]), math.prod(shape[num_in:])
-        return (cols, rows), lambda w: (w.T.reshape(shape),), lambda a: a.reshape(rows, cols).T
+        return (cols, rows), lambda w: (w.T.reshape(shape),), lambda a: a.reshape(rows, -1).T
 
     return codec
 
 
-def _reshaped(stored: Callable[[tuple[int, ...]], tuple[int, ...]]):
+def _reshaped(released: Callable[[tuple[int, ...]], tuple[int, ...]]):
     """The same numbers in the same order under another shape."""
 
     def codec(config, shapes):
         (shape,) = shapes
-        return stored(shape), lambda w: (w.reshape(shape),), lambda a: a.reshape(stored(shape))
+        there = released(shape)
+        return there, lambda w: (w.reshape(shape),), lambda a: a if there == shape else a.reshape(there)
 
     return codec
 
@@ -307,91 +823,6 @@ def _is_nested(config: ModelConfig) -> bool:
 def _is_k2(config: ModelConfig) -> bool:
     """K2's layout. Of the family only K2 has rotary positions."""
     return config.mla.rope is not None
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape) * NUMPY_DTYPES[tensor.dtype].itemsize
-
-
-def _encoded(tensor: Tensor, values: dict[str, jax.Array]) -> np.ndarray:
-    parts = [np.asarray(values[param][tensor.index]) for param in tensor.params]
-    return np.ascontiguousarray(tensor.encode(*parts).astype(NUMPY_DTYPES[tensor.dtype]))
-
-
-def _shards(all_tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
-    shards: list[list[Tensor]] = [[]]
-    used = 0
-    for tensor in all_tensors:
-        if shards[-1] and used + _num_bytes(tensor) > max_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(tensor)
-        used += _num_bytes(tensor)
-    return shards
-
-
-def _tensor_files(path: Path) -> dict[str, str]:
-    """Tensor name -> file in `path`."""
-    if (path / INDEX).is_file():
-        try:
-            files = json.loads((path / INDEX).read_text())["weight_map"]
-            if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
-                raise ValueError("weight_map must map names to files")
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path / INDEX} is not an index with a weight_map: {error}") from error
-        outside = sorted({f for f in files.values() if "/" in f or "\\" in f or ".." in f})
-        if outside:
-            raise CheckpointError(f"{path / INDEX} names files outside its directory: {', '.join(outside)}")
-        absent = sorted({f for f in files.values() if not (path / f).is_file()})
-        if absent:
-            raise CheckpointError(f"{path} lacks {', '.join(absent)}, which its index names; download them again")
-        return files
-    if not (path / SINGLE).is_file():
-        raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}")
-    return dict.fromkeys(_header(path / SINGLE), SINGLE)
-
-
-def _header(file: Path) -> dict[str, dict]:
-    """Names, shapes and dtypes of a safetensors file, checked against its size."""
-    size = file.stat().st_size
-    try:
-        with open(file, "rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            if length > size - 8:
-                raise ValueError(f"its header claims {length:,} bytes")
-            header = json.loads(handle.read(length))
-        header.pop("__metadata__", None)
-        needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if needed != size:
-            raise ValueError(f"its header describes {needed:,} bytes")
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise CheckpointError(f"{file} ({size:,} bytes) is truncated or corrupt: {error}") from error
-    return header
-
-
-def _check_headers(path: Path, files: dict[str, str], expected: dict[str, Tensor]) -> None:
-    """Compares names, shapes and dtypes in the files with what the config needs; names all differences."""
-    found: dict[str, dict] = {}
-    problems = []
-    for file in sorted(set(files.values())):
-        header = _header(path / file)
-        problems += [f"in two files: {name}" for name in sorted(header.keys() & found.keys())]
-        found |= header
-    problems += [f"named in the index but in no file: {name}" for name in sorted(files.keys() - found.keys())]
-    packed = sorted(name for name in found if name.endswith((".weight_packed", ".weight_scale")))
-    if packed:
-        raise CheckpointError(f"{path} has {len(packed)} quantized tensors, {packed[0]} first; load a bf16 or f32 copy")
-    found = {name: entry for name, entry in found.items() if not name.startswith(NOT_TEXT) and not name.endswith(STRAY)}
-    problems += [f"missing: {name} {list(expected[name].shape)}" for name in sorted(expected.keys() - found.keys())]
-    problems += [f"unexpected: {name} {found[name]['shape']}" for name in sorted(found.keys() - expected.keys())]
-    for name in sorted(expected.keys() & found.keys()):
-        entry, shape = found[name], list(expected[name].shape)
-        if entry["shape"] != shape:
-            problems.append(f"shape: {name} is {entry['shape']}, the config needs {shape}")
-        if entry["dtype"] not in NUMPY_DTYPES:
-            problems.append(f"dtype: {name} is {entry['dtype']}, only {', '.join(NUMPY_DTYPES)} can be loaded")
-    if problems:
-        raise CheckpointError(f"{path} does not hold the model of its config.json:\n  " + "\n  ".join(problems))
 
 
 def read_config(path: str | Path) -> ModelConfig:

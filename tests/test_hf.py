@@ -1,5 +1,6 @@
 """Released checkpoints: byte-identical round trips, and plain refusals that name everything."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -7,16 +8,21 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from kimi_jax import hf
-from kimi_jax.config import ConfigError, RoPEConfig, load_config
+from kimi_jax import hf, sharding, shards
+from kimi_jax.config import ConfigError, Mesh, RoPEConfig, load_config
 from kimi_jax.layers.param import arrays
 from kimi_jax.model import init
+from kimi_jax.ops.mx import QTensor
 from tests import tiny
+from tests.conftest import rel_to_rms
+
+COMPILE_QUICKLY = True
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ["k3_tiny", "kimi_linear_tiny", "k2_tiny"]
@@ -47,7 +53,7 @@ def test_a_round_trip_keeps_every_byte(name, dtype, tmp_path):
 def test_shards_and_their_index(name, tmp_path):
     model, config = hf.load(GOLDEN / name)
     hf.save(tmp_path / "sharded", model, config, max_shard_bytes=200_000)
-    index = json.loads((tmp_path / "sharded" / hf.INDEX).read_text())
+    index = json.loads((tmp_path / "sharded" / shards.INDEX).read_text())
     files = set(index["weight_map"].values())
     assert len(files) > 3 and files == {p.name for p in (tmp_path / "sharded").glob("*.safetensors")}
     assert read(tmp_path / "sharded") == read(GOLDEN / name)
@@ -72,7 +78,6 @@ def test_the_config_round_trips_by_released_names(name, tmp_path):
 
 @pytest.mark.parametrize("real", ["k3", "kimi_linear_48b", "k2_1t"])
 def test_released_tensor_names_of_the_real_models(real):
-    """K3: the bf16 text tensors and one name for each expert matrix that the release stores packed, as two."""
     config = load_config(real).model
     found = {tensor.name: tensor for tensor in hf.tensors(config)}
     if real == "k3":
@@ -82,8 +87,6 @@ def test_released_tensor_names_of_the_real_models(real):
         assert found["language_model.model.layers.0.self_attn.A_log"].shape == (128,)
         assert found["language_model.model.layers.3.self_attn.kv_b_proj.weight"].shape == (24576, 512)
         assert found["language_model.model.layers.1.block_sparse_moe.experts.895.w2.weight"].shape == (3584, 3072)
-        others = sum(hf._num_bytes(tensor) for name, tensor in found.items() if ".experts." not in name)
-        assert others + 92 * 896 * 17_547_264 == 1_559_965_606_912  # the release's text bytes, experts packed
     elif real == "k2_1t":
         scaled = 61 * 5 + 3 + 60 * 3 * (1 + 384)  # FP8 in the release: attention, dense, shared and routed matrices
         assert len(found) + scaled == 139_583
@@ -94,6 +97,113 @@ def test_released_tensor_names_of_the_real_models(real):
     else:
         assert found["model.layers.0.self_attn.A_log"].shape == (1, 1, 32, 1)
         assert sum(".experts." in name for name in found) == 26 * 256 * 3
+
+
+@pytest.mark.parametrize(
+    ("real", "count", "size", "first", "digest"),
+    [
+        (
+            "k3",
+            497_052,
+            1_559_965_606_912,
+            "language_model.lm_head.weight BF16 163840x7168",
+            "76eb608e668d9a81996a063f85250fd28b3fb6a45f7d4fa556c5cb49afc13064",
+        ),
+        (
+            "k2_1t",
+            139_583,
+            1_029_173_249_888,
+            "lm_head.weight BF16 163840x7168",
+            "ab9b6fe8f1c30bff9f835a6dc2c201c39f21cec84e0883c89fda7aee71cd32ad",
+        ),
+    ],
+)
+def test_the_manifest_of_an_export_is_the_releases_own(real, count, size, first, digest):
+    """Names, dtypes and shapes of every tensor in the released files' own headers."""
+    lines = hf.manifest_lines(load_config(real).model)
+    assert (len(lines), lines[0]) == (count, first)
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == digest
+    found = (shards.Entry(s.dtypes[0], s.shape, 0).num_bytes for s in hf.manifest(load_config(real).model))
+    assert sum(found) == size
+
+
+def mxfp4_directory(folder: Path) -> Path:
+    """The packed fixture as a directory of its own: two shards, the experts in one."""
+    source = GOLDEN / "k3_tiny_mxfp4"
+    folder.mkdir()
+    with safe_open(GOLDEN / "k3_tiny" / shards.SINGLE, "numpy") as handle:
+        names = [name for name in handle.keys() if ".experts." not in name]  # noqa: SIM118
+        save_file({name: handle.get_tensor(name) for name in names}, folder / "model-00001-of-00002.safetensors")
+    shutil.copy(source / shards.SINGLE, folder / "model-00002-of-00002.safetensors")
+    where = json.loads((source / shards.INDEX).read_text())["weight_map"]
+    files = {shards.SINGLE: "model-00002-of-00002.safetensors"}
+    where = {name: files.get(file, "model-00001-of-00002.safetensors") for name, file in where.items()}
+    (folder / shards.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    shutil.copy(source / hf.CONFIG, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return mxfp4_directory(tmp_path_factory.mktemp("packed") / "k3_tiny_mxfp4")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_packed_experts_are_decoded_exactly_and_give_the_released_logits(packed, dtype):
+    expected = np.load(GOLDEN / "k3_tiny_mxfp4" / "outputs.npz")
+    inputs = np.load(GOLDEN / "k3_tiny_mxfp4" / "inputs.npz")
+    with jax.enable_x64(dtype == "float64"):
+        model, config = hf.load(packed, dtype=dtype)
+        values = arrays(model)
+        checked = 0
+        for tensor in hf.tensors(config):
+            if f"dequant.{tensor.name}" in expected:
+                ours = tensor.encode(*(np.asarray(values[param][tensor.index]) for param in tensor.params))
+                np.testing.assert_array_equal(ours, expected[f"dequant.{tensor.name}"])
+                checked += 1
+        assert checked == 3
+        run = jax.jit(lambda model, tokens: model(tokens))
+        for length in (9, 40):  # what follows a token does not reach it: one length is compiled
+            tokens = np.zeros((2, 40), np.int32)
+            tokens[:, :length] = inputs[f"ids_T{length}"]
+            bound = 1e-6 if dtype == "float64" else 2e-3
+            assert rel_to_rms(run(model, tokens)[:, :length], expected[f"T{length}.logits_f64"]) < bound
+
+
+def test_experts_that_stay_packed_keep_their_bytes(packed, tmp_path):
+    model, config = hf.load(packed, dtype=jnp.bfloat16, packed=True)
+    experts = [value for value in jax.tree.leaves(model, is_leaf=hf._is_packed) if hf._is_packed(value)]
+    assert sum(value.nbytes for value in experts) * 8 == 4.25 * sum(value.size for value in experts)
+    hf.save(tmp_path / "out", model, config, packed=True)
+    assert read(tmp_path / "out") == read(packed)
+    hf.save(tmp_path / "plain", model, config)
+    assert "BF16" in {dtype for name, (dtype, *_) in read(tmp_path / "plain").items() if ".experts." in name}
+
+
+MESH = Mesh(fsdp=2, expert=2, tensor=2)
+
+
+@pytest.mark.parametrize("source", ["packed", "k2_tiny"])
+def test_a_mesh_gets_the_same_numbers_each_device_its_part(source, packed):
+    path = packed if source == "packed" else GOLDEN / source
+    whole = arrays(hf.load(path)[0])
+    with sharding.on(sharding.make_mesh(MESH)):
+        cut, _ = hf.load(path)
+        for name, value in arrays(cut).items():
+            np.testing.assert_array_equal(np.asarray(value), np.asarray(whole[name]), err_msg=name)
+        assert any(
+            len(set(map(str, value.sharding.devices_indices_map(value.shape).values()))) == 8
+            for value in arrays(cut).values()
+        )
+
+
+def test_a_mesh_reads_packed_experts_without_decoding(packed):
+    whole = jax.tree.leaves(hf.load(packed, packed=True)[0])
+    with sharding.on(sharding.make_mesh(Mesh(expert=4, tensor=2))):
+        cut = jax.tree.leaves(hf.load(packed, packed=True)[0])
+        for a, b in zip(cut, whole, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert any(a.dtype == jnp.uint8 and not a.is_fully_replicated for a in cut)
 
 
 def test_a_trained_model_survives(tmp_path):
@@ -109,10 +219,10 @@ def test_a_trained_model_survives(tmp_path):
 
 def test_k2s_stray_buffers_are_ignored(tmp_path):
     shutil.copytree(GOLDEN / "k2_tiny", tmp_path / "copy")
-    with safe_open(tmp_path / "copy" / hf.SINGLE, "numpy") as handle:
+    with safe_open(tmp_path / "copy" / shards.SINGLE, "numpy") as handle:
         tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
     tensors["model.layers.3.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
-    save_file(tensors, tmp_path / "copy" / hf.SINGLE)
+    save_file(tensors, tmp_path / "copy" / shards.SINGLE)
     hf.load(tmp_path / "copy")
 
 
@@ -149,12 +259,12 @@ def copy(tmp_path):
     """A writable copy of a released directory, and a function that rewrites its tensors."""
     folder = tmp_path / "copy"
     shutil.copytree(GOLDEN / "k3_tiny", folder)
-    with safe_open(folder / hf.SINGLE, "numpy") as handle:
+    with safe_open(folder / shards.SINGLE, "numpy") as handle:
         tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
 
     def rewrite(change):
         change(tensors)
-        save_file(tensors, folder / hf.SINGLE)
+        save_file(tensors, folder / shards.SINGLE)
         return folder
 
     return rewrite
@@ -199,22 +309,27 @@ def test_vision_tensors_are_not_the_text_models(copy):
     hf.load(copy(change))
 
 
-def test_packed_experts_are_refused_by_name(copy):
-    def change(tensors):
-        name = PREFIX + "layers.1.block_sparse_moe.experts.0.w1.weight"
-        del tensors[name]
-        tensors[name + "_packed"] = np.zeros((64, 16), np.uint8)
-        tensors[name + "_scale"] = np.zeros((64, 1), np.uint8)
+def test_what_is_quantized_is_told_by_each_tensor(copy, tmp_path):
+    """One expert matrix packed among others in bf16: decoded, and the parameter as a whole stays plain."""
+    name = PREFIX + "layers.1.block_sparse_moe.experts.2.w1.weight"
 
-    with pytest.raises(hf.CheckpointError, match=r"2 quantized tensors, .*w1.weight_packed first; load a bf16"):
-        hf.load(copy(change))
+    def change(tensors):
+        del tensors[name]
+        tensors[name + "_packed"] = np.full((64, 16), 0xA2, np.uint8)
+        tensors[name + "_scale"] = np.full((64, 1), 128, np.uint8)
+
+    model, config = hf.load(copy(change), packed=True)
+    assert not any(isinstance(value, QTensor) for value in jax.tree.leaves(model, is_leaf=hf._is_packed))
+    hf.save(tmp_path / "again", model, config)
+    found = read(tmp_path / "again")[name]
+    assert found[2] == np.tile(np.array([2, -2], np.float32), (64, 16)).astype(ml_dtypes.bfloat16).tobytes()
 
 
 @pytest.mark.parametrize("size", [4, 100, 1_000_000])
 def test_truncated_files_are_refused(copy, size):
     folder = copy(lambda tensors: None)
-    data = (folder / hf.SINGLE).read_bytes()
-    (folder / hf.SINGLE).write_bytes(data[:size])
+    data = (folder / shards.SINGLE).read_bytes()
+    (folder / shards.SINGLE).write_bytes(data[:size])
     with pytest.raises(hf.CheckpointError, match=rf"\({min(size, len(data)):,} bytes\) is truncated or corrupt"):
         hf.load(folder)
 
@@ -222,7 +337,7 @@ def test_truncated_files_are_refused(copy, size):
 def test_shard_names_stay_in_the_directory(tmp_path):
     model, config = hf.load(GOLDEN / "k3_tiny")
     hf.save(tmp_path / "sharded", model, config, max_shard_bytes=500_000)
-    path = tmp_path / "sharded" / hf.INDEX
+    path = tmp_path / "sharded" / shards.INDEX
     index = json.loads(path.read_text())
     names = sorted(index["weight_map"])
     for bad in (("../secret.safetensors", "/etc/x.safetensors"), ("a..b.safetensors", "sub/x.safetensors")):
@@ -282,7 +397,7 @@ def test_saving_never_overwrites_and_leaves_nothing_half_done(tmp_path, monkeypa
         hf.save(tmp_path / "full", model, config)
     assert not (tmp_path / "full").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(hf, "save_file", lambda *args: (_ for _ in ()).throw(OSError("no space")))
+    monkeypatch.setattr(shards, "write", lambda *args: (_ for _ in ()).throw(OSError("no space")))
     with pytest.raises(OSError):
         hf.save(tmp_path / "broken", model, config)
     assert not (tmp_path / "broken").exists()

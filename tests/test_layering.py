@@ -24,8 +24,8 @@ LAYERS = (
     {"cache"},
     {"layers"},
     {"model"},
-    {"optim", "data", "hf", "checkpoint", "metrics"},
-    {"step", "generate", "train", "runs", "inspect", "flops", "hlo", "aot"},
+    {"optim", "data", "shards", "hf", "checkpoint", "metrics"},
+    {"step", "generate", "train", "runs", "convert", "inspect", "flops", "hlo", "aot"},
     {"cli", "__main__"},
 )
 """From the bottom up: a part imports only from its own layer and those above it in this list."""
