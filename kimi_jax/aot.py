@@ -29,6 +29,7 @@ from kimi_jax import generate as generation
 from kimi_jax.cache import cache_shapes
 from kimi_jax.config import Config, ConfigError
 from kimi_jax.config import Mesh as MeshConfig
+from kimi_jax.distributed import quiet_libtpu
 from kimi_jax.layers.param import arrays, declarations, place
 from kimi_jax.model import Kimi
 from kimi_jax.sharding import axes_of, make_mesh, on, placed, spec
@@ -105,12 +106,8 @@ def _unknown(name: str) -> str:
 def prepare() -> None:
     """Settings that libtpu and JAX read when first used: compile on a host without a TPU, and say nothing about it."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    for name, value in (
-        ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),
-        ("TPU_WORKER_HOSTNAMES", "localhost"),
-        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),  # no device is opened, so two may compile at once
-    ):
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is opened, so two may compile at once
+    quiet_libtpu()
     jax.config.update("jax_platforms", "cpu")
 
 

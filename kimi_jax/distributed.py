@@ -62,6 +62,16 @@ def initialize(**options: Any) -> None:
             ) from error
 
 
+def quiet_libtpu() -> None:
+    """Keeps libtpu from complaining where it is installed and no TPU is. After `initialize`, which reads one of these.
+
+    JAX loads it whenever it looks for devices, JAX_PLATFORMS unset; it then misses two names that any TPU host has.
+    """
+    if "TPU_SKIP_MDS_QUERY" in os.environ:  # JAX sets it where it has found no chip
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
 def _named() -> tuple[str, int, int] | None:
     """Coordinator, number of processes and this one's index, as three variables name them."""
     values = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}

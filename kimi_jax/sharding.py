@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_jax import config as configs
 from kimi_jax.config import ConfigError, Rules
+from kimi_jax.distributed import quiet_libtpu
 
 WHOLE = ("head_dim", "conv", "width", "latent", "rank_out", "router", "repeats", "length", "slots", "tail")
 """Logical axes that no rule may cut."""
@@ -36,7 +37,9 @@ def make_mesh(config: configs.Mesh, devices: Sequence[Any] | None = None) -> jax
     Raises:
         ConfigError: there are fewer devices than the mesh has; or, over several processes, more.
     """
-    devices = jax.devices() if devices is None else devices
+    if devices is None:
+        quiet_libtpu()  # here JAX looks for devices first
+        devices = jax.devices()
     if config.size > len(devices):
         raise ConfigError(
             f"a mesh of {_product(config.shape)} = {config.size} devices is larger than the {len(devices)} there are; "

@@ -259,6 +259,22 @@ def test_who_joins(joined, monkeypatch, environment, expected):
     assert joined == expected
 
 
+@pytest.mark.skipif("TPU_SKIP_MDS_QUERY" not in os.environ, reason="JAX has found a TPU")
+def test_libtpu_is_quiet_where_no_tpu_is():
+    """Nothing is printed, whether it is installed or not, and the variables of a host with a TPU stay as they are."""
+    program = """if True:
+        import os
+        from kimi_jax import config, sharding
+        assert sharding.make_mesh(config.Mesh()) is None
+        print(os.environ.get("TPU_WORKER_HOSTNAMES"))"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TPU_", "JAX_PLATFORMS"))}
+    for given, expected in (({}, "localhost"), ({"TPU_WORKER_HOSTNAMES": "a"}, "a")):
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment | given, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", expected)
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
