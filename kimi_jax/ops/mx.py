@@ -20,8 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kimi_jax.sharding import axes_of, per_device, spec_of
-
 Rule = Literal["rceil", "even", "floor"]
 """How the largest magnitude of a block picks the scale 2^k.
 
@@ -152,18 +150,21 @@ def _by_shard(f: Callable, args: Sequence[jax.Array], outs: int, sides: tuple[in
 
     `sides` are those of a block, in the last axes of the first array.
     """
-    partition = spec_of(args[0])
+    first = jax.typeof(args[0])
+    partition = jax.sharding.PartitionSpec(*first.sharding.spec, *[None] * (first.ndim - len(first.sharding.spec)))
     if not any(partition):
         return f(*args, *settings)
-    sizes = dict(jax.typeof(args[0]).sharding.mesh.shape)
-    for side, size, part in zip(sides[::-1], args[0].shape[::-1], tuple(partition)[::-1], strict=False):
-        ways = math.prod(sizes[axis] for axis in axes_of(part))
+    for side, size, part in zip(sides[::-1], first.shape[::-1], tuple(partition)[::-1], strict=False):
+        axes = (part,) if isinstance(part, str) else part or ()
+        ways = math.prod(first.sharding.mesh.shape[axis] for axis in axes)
         if ways > 1 and size % (ways * side):
             raise ValueError(
-                f"an axis of {size} cut over {' x '.join(axes_of(part))} = {ways} devices has shards of "
-                f"{size / ways:g}, which do not divide into blocks of {side}; cut it over fewer, or over another axis"
+                f"an axis of {size} cut over {' x '.join(axes)} = {ways} devices has shards of {size / ways:g}, "
+                f"which do not divide into blocks of {side}; cut it over fewer, or over another axis"
             )
-    return per_device(lambda *args: f(*args, *settings), (partition,) * outs if outs > 1 else partition)(*args)
+    out = (partition,) * outs if outs > 1 else partition
+    specs = (partition,) * len(args)
+    return jax.shard_map(lambda *args: f(*args, *settings), in_specs=specs, out_specs=out)(*args)
 
 
 def _check(x: jax.Array, nonfinite: NonFinite) -> None:
