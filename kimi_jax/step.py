@@ -90,7 +90,8 @@ def make_step(
     """Builds `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
     The batch's arrays are `[rows, t]`; with `train.accumulation` n they are taken as n micro-batches, whose summed
-    gradients are divided by the summed loss weights once, and whose expert counts are pooled. The step is skipped,
+    gradients are divided by the summed loss weights once, and whose expert counts are pooled. A balance loss of
+    documents is a mean over all real tokens, whatever their weights, added to the mean loss. The step is skipped,
     so that parameters, optimizer and biases stay as they were, when the loss or the gradient's norm is not finite,
     or when, after warmup, the loss exceeds the running median by `train.spike_threshold`.
     """
@@ -100,15 +101,16 @@ def make_step(
     warmup = round(config.optim.warmup_fraction * config.train.steps)
     schedule = cosine_with_warmup(config.optim.learning_rate, config.train.steps, config.optim.warmup_fraction)
 
-    def micro_sums(params, batch):
-        """Gradient of the summed loss, and sums over a micro-batch."""
+    def micro_sums(params, batch, per_token):
+        """Gradient of the summed loss, and sums over a micro-batch; `per_token`: the step's weights over its tokens."""
 
         def summed_loss(params):
             model = with_arrays(template, params)
             x, aux = model.hidden(batch["tokens"], batch["segment_ids"])
             loss, weight = model.loss(x, batch["targets"], batch["loss_weights"])
-            aux = {name: aux[name] for name in ("max_logits", "load", "histogram") if name in aux}
-            return loss, {"loss": loss, "weight": weight, **aux}
+            aux = {name: aux[name] for name in ("max_logits", "load", "histogram", "balance_loss") if name in aux}
+            balance = per_token * jnp.sum(aux["balance_loss"]) if "balance_loss" in aux else 0
+            return loss + balance, {"loss": loss, "weight": weight, **aux}
 
         grads, sums = jax.grad(summed_loss, has_aux=True)(params)
         # At least f32 before micro-batches are added up, whatever the parameters are stored in.
@@ -120,14 +122,17 @@ def make_step(
 
     def batch_sums(params, batch):
         parts = config.train.accumulation
+        weights = batch["loss_weights"].astype(exact_dtype(jnp.dtype(config.model.dtype)))
+        per_token = jnp.sum(weights) / jnp.maximum(jnp.sum(batch["segment_ids"] > 0), 1)
         if parts == 1:
-            return micro_sums(params, batch)
+            return micro_sums(params, batch, per_token)
         # Each device takes its micro-batches from its own rows, so none of them moves.
         batch = {key: jnp.moveaxis(value.reshape(-1, parts, *value.shape[1:]), 1, 0) for key, value in batch.items()}
-        shapes = jax.eval_shape(micro_sums, params, {key: value[0] for key, value in batch.items()})
+        shapes = jax.eval_shape(micro_sums, params, {key: value[0] for key, value in batch.items()}, per_token)
         zero = jax.tree.map(jnp.zeros_like, shapes)
         zero["max_logits"] = jnp.full_like(zero["max_logits"], -jnp.inf)
-        return jax.lax.scan(lambda sums, micro: (pool(sums, micro_sums(params, micro)), None), zero, batch)[0]
+        add = lambda sums, micro: (pool(sums, micro_sums(params, micro, per_token)), None)  # noqa: E731
+        return jax.lax.scan(add, zero, batch)[0]
 
     def balanced(params, sums):
         """The parameters with each layer's correction bias moved by its pooled counts."""
@@ -180,6 +185,8 @@ def make_step(
         }
         if sums["max_logits"].size:
             metrics["max_logit"] = jnp.max(sums["max_logits"])
+        if "balance_loss" in sums:
+            metrics["balance_loss"] = jnp.sum(sums["balance_loss"]) / jnp.maximum(jnp.sum(batch["segment_ids"] > 0), 1)
         if "load" in sums:
             layers = jax.vmap(balance_metrics)(sums["load"])
             metrics["max_violation"] = jnp.max(layers["max_violation"])

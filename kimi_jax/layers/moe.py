@@ -14,7 +14,7 @@ from kimi_jax.layers.kda import VECTOR
 from kimi_jax.layers.mlp import MATRIX, MLP, glu
 from kimi_jax.layers.param import Balanced, einsum, exact_dtype, normal, ones, param, zeros
 from kimi_jax.ops.norm import rms_norm
-from kimi_jax.ops.routing import expert_load, quantile_histogram, route
+from kimi_jax.ops.routing import best_experts, document_balance_loss, expert_load, quantile_histogram, route
 from kimi_jax.parallel import context
 from kimi_jax.parallel.dense import gather_weight
 from kimi_jax.parallel.expert import expert_parallel_mlp
@@ -54,12 +54,13 @@ class MoE(nnx.Module):
 
         `load [e]` counts the tokens of each expert and `histogram [e, bins]` the margins that Quantile Balancing
         pools, both int32 and over the real tokens of all devices; `router_scores [b, t, e]`, `topk_idx` and
-        `topk_weight [b, t, k]`.
+        `topk_weight [b, t, k]`. With `aux_loss_alpha`, `balance_loss` is its product with the sequence-wise balance
+        loss, summed over the real tokens of all devices.
         """
         c = self.config.moe
         tokens, width = spec_of(x)[:2], axes_of(spec_of(self.w_router.get_value())[0])
         routed = {name: P(*tokens, None) for name in ("router_scores", "topk_idx", "topk_weight")}
-        out = {**routed, "load": P(), "histogram": P()}
+        out = {**routed, "load": P(), "histogram": P()} | ({"balance_loss": P()} if c.aux_loss_alpha else {})
         weights = (self.w_router.get_value(), self.router_bias.get_value())
         aux = per_device(partial(self._route, tokens, width), out)(x, *weights, documents)
         z = x if c.latent_size is None else einsum("btd,dz->btz", x, self.w_latent_down)
@@ -94,6 +95,8 @@ class MoE(nnx.Module):
             "load": expert_load(routing.indices, real, c.num_experts),
             "histogram": quantile_histogram(routing.scores, routing.threshold, bias, real),
         }
+        if c.aux_loss_alpha:
+            counts["balance_loss"] = self._balance_loss(routing.scores.reshape(b, t, -1), documents, axis_of(tokens[1]))
         values = (routing.scores, routing.indices, routing.weights)
         scores, indices, weights = (value.reshape(b, t, -1) for value in values)
         return {
@@ -102,6 +105,17 @@ class MoE(nnx.Module):
             "topk_idx": indices,
             "topk_weight": weights,
         }
+
+    def _balance_loss(self, scores, documents, time_axis):
+        """Of a device's tokens, whose documents reach over other devices of `time_axis`."""
+        c, t = self.config.moe, scores.shape[1]
+        rows = jnp.ones(scores.shape[:2], jnp.int32) if documents is None else documents
+        chosen = best_experts(scores, k=c.experts_per_token)
+        if time_axis is not None:
+            chosen = jax.lax.all_gather(chosen, time_axis, axis=1, tiled=True)
+        here = context.local_span(rows, t, time_axis)
+        assert here is not None
+        return c.aux_loss_alpha * document_balance_loss(scores, here, chosen, rows)
 
     def _run_experts(self, expert_axes, latent_axes, mlp_axes, axes, z, indices, weights, w_gate, w_up, w_down):
         """A device's tokens through the experts of all devices."""

@@ -194,6 +194,44 @@ def sign_bias(load: jax.Array, bias: jax.Array, *, rate: float) -> jax.Array:
     return bias + (rate * jnp.sign(jnp.mean(load) - load)).astype(bias.dtype)
 
 
+def document_balance_loss(
+    scores: jax.Array, documents: jax.Array, chosen: jax.Array, row_documents: jax.Array
+) -> jax.Array:
+    """DeepSeek-V3's balance loss of each sequence, summed over the tokens of all sequences.
+
+    T sum_j f_j P_j,  f_j = e / (k T) #{t: s_tj among the k best of s_t},  P_j = 1 / T sum_t s_tj / sum_i s_ti
+
+    A document of T tokens is a sequence, so that a packed row is worth its documents one by one. Divided by the
+    number of tokens it is their mean, 1 when even. Gradients flow through P only.
+
+    Args:
+      scores: [b, t, e] without bias, of rows or of one span of each.
+      documents: [b, t] numbers (`segments.document_ids`), 0 for padding: what scores hold there has no effect.
+      chosen: [b, T, k] int, `best_experts` of the whole rows.
+      row_documents: [b, T] of the whole rows.
+
+    Returns:
+      A scalar in scores' dtype; of spans, it is to be summed.
+
+    Source: DeepSeek-V3 report (arXiv 2412.19437), eqs. 17-20.
+    """
+    b, t, e = scores.shape
+    # Counts [b, t, e] by a document's place among those with a token here, of which there are at most t.
+    first = jnp.min(jnp.where(documents > 0, documents, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
+    place = jnp.where(row_documents >= first, row_documents - first, t)[..., None]
+    counts = jnp.zeros((b, t, e), jnp.int32).at[jnp.arange(b)[:, None, None], place, chosen].add(1, mode="drop")
+    real = (documents > 0)[..., None]
+    counts = jnp.take_along_axis(counts, jnp.where(real, (documents - first)[..., None], 0), axis=1)
+    f = e * counts.astype(scores.dtype) / jnp.maximum(jnp.sum(counts, axis=-1, keepdims=True), 1)
+    scores = jnp.where(real, scores, 1)
+    return jnp.sum(jnp.where(real, f * scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20), 0))
+
+
+def best_experts(scores: jax.Array, *, k: int) -> jax.Array:
+    """[.., e] -> [.., k] int32: the experts with the best scores, no bias added. Not differentiated."""
+    return jax.lax.top_k(jax.lax.stop_gradient(scores), k)[1]
+
+
 def balance_metrics(load: jax.Array) -> dict[str, jax.Array]:
     """How even a load is.
 

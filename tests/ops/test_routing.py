@@ -11,7 +11,9 @@ import pytest
 
 from kimi_jax.ops.routing import (
     balance_metrics,
+    best_experts,
     choose,
+    document_balance_loss,
     expert_load,
     quantile_bias,
     quantile_histogram,
@@ -227,6 +229,66 @@ def test_quantile_of_a_very_large_batch_neither_overflows_nor_rounds():
 def test_sign_bias():
     bias = sign_bias(jnp.array([10, 0, 5, 5]), jnp.array([0.5, 0.0, -0.25, 1.0]), rate=0.125)
     assert bias.tolist() == [0.375, 0.125, -0.25, 1.0]
+
+
+# --- the balance loss of each document
+
+
+def sequence_loss(scores, k):
+    """T sum_j f_j P_j of one sequence [t, e], in NumPy."""
+    t, e = scores.shape
+    chosen = np.argsort(-scores, axis=-1, kind="stable")[:, :k]
+    f = np.array([np.sum(chosen == expert) for expert in range(e)]) * e / (k * t)
+    p = np.mean(scores / scores.sum(-1, keepdims=True), axis=0)
+    return t * np.sum(f * p)
+
+
+ROWS = np.array([[0, 1, 1, 1, 1, 0, 2, 3, 3, 3, 4, 4], [1] * 7 + [2] * 5, [0] * 12])
+
+
+@jax.jit
+def balance_loss(scores, documents):
+    return document_balance_loss(scores, documents, best_experts(scores, k=2), documents)
+
+
+@pytest.mark.usefixtures("x64")
+def test_balance_loss_of_packed_rows_is_the_sum_over_documents():
+    """With padding that holds NaN, documents of one token, and a row without any."""
+    scores = np.random.default_rng(6).random((3, 12, 5))
+    expected = sum(
+        sequence_loss(scores[row][ROWS[row] == number], 2)
+        for row in range(3)
+        for number in range(1, ROWS[row].max() + 1)
+    )
+    poisoned = jnp.asarray(np.where(ROWS[..., None] > 0, scores, np.nan))
+    loss, gradient = jax.value_and_grad(balance_loss)(poisoned, jnp.asarray(ROWS))
+    np.testing.assert_allclose(loss, expected, rtol=1e-14)
+    assert expected > np.sum(ROWS > 0)  # a token's part is 1 where all is even, and more here
+    assert np.isfinite(gradient).all() and not np.any(gradient[ROWS == 0])
+    step = 1e-6 * np.random.default_rng(7).standard_normal(scores.shape)
+    ahead, behind = (balance_loss(poisoned + sign * step, jnp.asarray(ROWS)) for sign in (1, -1))
+    np.testing.assert_allclose((ahead - behind) / 2, np.sum(gradient * step), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+def test_balance_loss_of_spans_adds_up():
+    """Of rows cut in three, wherever documents begin and end."""
+    scores, documents = jnp.asarray(np.random.default_rng(8).random((3, 12, 5))), jnp.asarray(ROWS)
+    chosen = best_experts(scores, k=2)
+    parts = [document_balance_loss(scores[:, i : i + 4], documents[:, i : i + 4], chosen, documents) for i in (0, 4, 8)]
+    np.testing.assert_allclose(sum(parts), balance_loss(scores, documents), rtol=1e-14)
+
+
+def test_descent_on_the_balance_loss_evens_out_a_documents_load():
+    logits = jnp.asarray(np.random.default_rng(9).normal(size=(1, 64, 8)) + np.linspace(-2, 2, 8), jnp.float32)
+    shift, documents = jnp.zeros(8), jnp.ones((1, 64), jnp.int32)
+    step = jax.jit(jax.value_and_grad(lambda s: balance_loss(jax.nn.sigmoid(logits + s), documents) / 64))
+    losses = []
+    for _ in range(100):
+        loss, gradient = step(shift)
+        losses.append(float(loss))
+        shift -= 2.0 * gradient
+    assert losses[0] > 1.15 and losses[-1] < 1.03
 
 
 def test_balance_metrics():
