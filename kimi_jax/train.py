@@ -13,12 +13,14 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -206,7 +208,7 @@ def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, co
             if int(record[1]["skips_in_a_row"]) >= train.max_skips:
                 raise _too_many(record, checkpoints, folder)
 
-    with _Display(console, train.steps, start, config.data) as display:
+    with _Display(console, train.steps, start) as display:
         while done < train.steps:
             batch = next(batches)
             state, results = step_fn(state, sharding.to_devices(batch, cut, part))
@@ -407,11 +409,13 @@ def _too_many(record, checkpoints, folder: Path) -> TooManySkips:
 class _Display:
     """A progress bar on a terminal, plain lines elsewhere."""
 
-    def __init__(self, console: Console, steps: int, start: int, data):
+    def __init__(self, console: Console, steps: int, start: int):
         self.console, self.steps, self.start = console, steps, start
         self.live = console.is_terminal
-        self.fields = "loss {loss:.3f}  bits/byte {bits_per_byte:.3f}  {tokens_per_second:,.0f} tokens/s"
+        self.fields = "loss {loss:.3f}  bits/byte {bits_per_byte:.3f}"
         self.validation = ""
+        # The median of the last steps is shown: one that waits for a file, or is read beside another, is an outlier.
+        self.rates: deque[float] = deque(maxlen=31)
         self.clock = time.perf_counter()
         self.began = self.clock
         self.progress = Progress(
@@ -437,9 +441,13 @@ class _Display:
         return self.clock - before
 
     def show(self, record: dict) -> None:
-        text = self.fields.format(**record) + self.validation
-        self.progress.update(self.task, completed=record["step"], description=text)
         done = record["step"] - self.start
+        if done > 1:  # the first compiles
+            self.rates.append(record["tokens_per_second"])
+        text = self.fields.format(**record)
+        text += f"  {median(self.rates):,.0f} tokens/s" if self.rates else ""
+        text += self.validation
+        self.progress.update(self.task, completed=record["step"], description=text)
         if done == 1:
             self.began = self.clock  # compilation is over
         if not self.live and (done in (1, 10) or record["step"] % max(1, self.steps // 20) == 0):

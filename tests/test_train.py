@@ -1,7 +1,9 @@
 """Whole runs: files, resumption bit for bit after any kind of end, refusals, and the command line."""
 
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from kimi_jax import metrics, runs, train
 from kimi_jax.checkpoint import Checkpoints
@@ -61,6 +64,15 @@ def test_a_run_leaves_its_files(finished):
     first = next(row for row in rows if row["kind"] == "train")
     assert 7.5 < first["bits_per_byte"] < 8.6  # a byte-level model starts at log2 of its vocabulary
     assert result["bits_per_byte"] < first["bits_per_byte"] - 1
+
+
+def test_the_rate_shown_is_the_median_of_steps_that_were_compiled():
+    out = io.StringIO()
+    with train._Display(Console(file=out, width=200, highlight=False), 5, 0) as display:
+        for step, rate in enumerate((7.0, 1000.0, 1002.0, 990.0, 1e9), 1):
+            display.show({"step": step, "loss": 1.0, "bits_per_byte": 2.0, "tokens_per_second": rate})
+    shown = re.findall(r"bits/byte 2.000(?:  ([\d,]+) tokens/s)?", out.getvalue())
+    assert shown == ["", "1,000", "1,001", "1,000", "1,001"]
 
 
 def test_checkpoints_keep_the_last_and_the_marked(finished):
