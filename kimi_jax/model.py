@@ -230,6 +230,8 @@ class _Walk:
 
             def layer(h, per_layer):
                 module, fresh, cache = per_layer
+                if keep_inputs:
+                    module = _one_layer(module)
                 out, reports = self._layer(h, bank, module, count, fresh, documents, cache)
                 return out, reports | ({"input": h} if keep_inputs else {})
 
@@ -269,7 +271,7 @@ class _Walk:
 
             def layer(carry, per_layer):
                 d_h, d_bank = carry
-                module, fresh, h, d_aux = per_layer
+                module, fresh, h, d_aux = _one_layer(per_layer)
 
                 def again(h, bank, module):
                     h, out = self._layer(h, bank, module, count, fresh, documents)
@@ -297,6 +299,11 @@ class _Walk:
         wide = jax.tree.map(lambda d: d.astype(jnp.promote_types(d.dtype, jnp.float32)), d_bank)
         (d_h, wide), d_modules = _scan(group, (d_h, wide), (self.begins, self.counts, per_run), reverse=True)
         return d_h, jax.tree.map(lambda d, like: d.astype(like.dtype), wide, d_bank), d_modules, None
+
+
+def _one_layer(per_layer):
+    """Marks what a step of a scan reads: else XLA casts the weights of all layers before the loop, and keeps both."""
+    return jax.lax.optimization_barrier(per_layer)
 
 
 def _scan(f, carry, xs, *, reverse: bool = False) -> tuple[Any, Any]:
