@@ -336,7 +336,7 @@ def sample_text(model: Kimi, tokenizer: Tokenizer, prompt: str, **options) -> It
     """Continues a text; yields what follows as it becomes whole characters."""
     tokens = [tokenizer.bos_id, *map(int, tokenizer.encode(prompt))]
     text = tokenizer.stream()
-    for (token,) in stream(model, [tokens], stop=(tokenizer.eos_id,), **options):
+    for (token,) in stream(model, [tokens], stop=tokenizer.stop_ids, **options):
         if token is not None:
             yield text(token)
     yield text.finish()

@@ -1,7 +1,8 @@
 """Tokenizers: bytes, byte-level BPE trained on the run's own text, any `tokenizers` JSON, Kimi's tiktoken ranks.
 
 All four have one interface (`Tokenizer`). Text is never read as a control token: a document that spells
-`<|eos|>` or `<|open|>` is encoded as those characters.
+`<|eos|>` or `<|open|>` is encoded as those characters. Control tokens come from `encode_segments` alone, out of the
+segments that the caller, and not the text, marks as control.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import codecs
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from kimi_jax.config import ConfigError, ModelConfig, TokenizerConfig
 from kimi_jax.data.sources import unit_hash
 
+SETTINGS, RANKS, JSON = "tokenizer_config.json", "tiktoken.model", "tokenizer.json"  # files of a saved tokenizer
+
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")  # ids 0, 1, 2 of the tokenizers that are made here
 
 # Where `bpe` cuts text before it merges, chosen on the standard library at 4096 tokens: a word keeps its
@@ -32,7 +35,8 @@ BPE_PATTERN = r"(?:\s*\n[ \t]*| )?[^\s\w]*[\p{L}_]+|\p{N}{1,3}| ?[^\s\w]+(?:\s*\
 BPE_TRAINING_CHARS = 16_000_000  # more text hardly moves the merges of a small vocabulary, and takes longer
 
 # tokenization_kimi.py of the released checkpoints: pattern, special tokens by place after the ranks (those not
-# named are reserved), and the two cuts that keep tiktoken's regular expressions from overflowing their stack.
+# named are reserved; K3 gives places of K2 and Kimi Linear other meanings), and the two cuts that keep tiktoken's
+# regular expressions from overflowing their stack.
 KIMI_PATTERN = "|".join(
     [
         r"[\p{Han}]+",
@@ -50,19 +54,39 @@ KIMI_PATTERN = "|".join(
 KIMI_SPECIALS = {
     0: "[BOS]",
     1: "[EOS]",
-    2: "<|end_of_msg|>",
-    3: "<|open|>",
-    4: "<|close|>",
-    5: "<|sep|>",
     9: "[EOT]",
     18: "<|media_begin|>",
     19: "<|media_content|>",
     20: "<|media_end|>",
     21: "<|media_pad|>",
-    65: "<osagent_mode>",
     254: "[UNK]",
     255: "[PAD]",
 }
+K2_SPECIALS = KIMI_SPECIALS | {
+    2: "<|im_end|>",
+    3: "<|im_user|>",
+    4: "<|im_assistant|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    10: "<|im_system|>",
+    11: "<|tool_calls_section_begin|>",
+    12: "<|tool_calls_section_end|>",
+    13: "<|tool_call_begin|>",
+    14: "<|tool_call_argument_begin|>",
+    15: "<|tool_call_end|>",
+    17: "<|im_middle|>",
+}
+K3_SPECIALS = KIMI_SPECIALS | {
+    2: "<|end_of_msg|>",
+    3: "<|open|>",
+    4: "<|close|>",
+    5: "<|sep|>",
+    6: "[start_header_id]",
+    7: "[end_header_id]",
+    65: "<osagent_mode>",
+}
+KIMI_NUM_SPECIALS = 256
+KIMI_END_OF_MESSAGE = 2  # the place, in both families, of the token after which the released models stop
 KIMI_BLOCK_CHARS = 400_000
 KIMI_RUN = re.compile(r"\s{25001,}|\S{25001,}")
 
@@ -73,11 +97,13 @@ class Tokenizer(abc.ABC):
     Attributes:
       vocab_size: one more than the largest id.
       bos_id, eos_id, pad_id: the ids that begin a document, end it, and fill rows.
+      special_tokens: the control tokens, name -> id.
       token_bytes: the bytes of each id (none for special tokens), or None where ids are not byte strings.
     """
 
     kind: str
     vocab_size: int
+    special_tokens: Mapping[str, int]
     token_bytes: list[bytes] | None
 
     def __init__(self, bos_id: int, eos_id: int, pad_id: int):
@@ -98,6 +124,34 @@ class Tokenizer(abc.ABC):
     def encode(self, text: str) -> np.ndarray:
         """The ids [n] int32 of a text, without special tokens."""
         return self.encode_batch([text])[0][0]
+
+    def encode_segments(self, segments: Iterable[tuple[str, bool]]) -> np.ndarray:
+        """Encodes a conversation: text that anyone may have written, between control tokens that only we write.
+
+        Args:
+          segments: (text, is_control) in their order, each encoded on its own. In a control segment the names of
+            `special_tokens` are those tokens, and what is between them is text; elsewhere all is text.
+
+        Returns:
+          Ids [n] int32.
+
+        >>> ByteTokenizer().encode_segments([("<|bos|>", True), ("<|eos|>", False)])[:4].tolist()
+        [0, 63, 127, 104]
+        """
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        cut = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
+        parts: list[int | str] = []
+        for text, is_control in segments:
+            pieces = cut.split(text) if is_control else [text]
+            parts += [self.special_tokens[piece] if i % 2 else piece for i, piece in enumerate(pieces)]
+        texts = iter(self.encode_batch([part for part in parts if isinstance(part, str)]))
+        ids = [next(texts)[0] if isinstance(part, str) else np.array([part], np.int32) for part in parts]
+        return np.concatenate([np.zeros(0, np.int32), *ids])
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids after which a model has nothing more to say."""
+        return (self.eos_id,)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids. Special tokens have none; bytes that are not UTF-8 become U+FFFD."""
@@ -122,20 +176,24 @@ class Tokenizer(abc.ABC):
         """Writes the tokenizer to a folder, for `load`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in {"tokenizer_config.json": self._settings(), **self.files}.items():
+        settings = {**self._settings(), **self._names()}
+        for name, content in {SETTINGS: json.dumps(settings).encode(), **self.files}.items():
             (folder / name).write_bytes(content)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides ids."""
-        digest = blake2b(self._settings(), digest_size=16)
+        """A hash of all that decides the ids of text."""
+        digest = blake2b(json.dumps(self._settings()).encode(), digest_size=16)
         for name, content in sorted(self.files.items()):
             digest.update(name.encode() + len(content).to_bytes(8, "big") + content)
         return digest.hexdigest()
 
-    def _settings(self) -> bytes:
-        names = ("bos", "eos", "pad")
-        return json.dumps({"kind": self.kind} | {f"{n}_token_id": getattr(self, f"{n}_id") for n in names}).encode()
+    def _settings(self) -> dict:
+        return {"kind": self.kind} | {f"{n}_token_id": getattr(self, f"{n}_id") for n in ("bos", "eos", "pad")}
+
+    def _names(self) -> dict:
+        """What `save` writes of control tokens, if their names are in no file."""
+        return {}
 
 
 class TextStream:
@@ -182,6 +240,7 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self):
         super().__init__(0, 1, 2)
+        self.special_tokens = {name: i for i, name in enumerate(SPECIALS)}
         self.token_bytes = [b""] * len(SPECIALS) + [bytes([value]) for value in range(256)]
         self.vocab_size = len(self.token_bytes)
 
@@ -206,9 +265,10 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self.token_bytes = None
         if (json.loads(text).get("decoder") or {}).get("type") == "ByteLevel":
-            added = self._tokenizer.get_added_tokens_decoder()
             table = [b""] * self.vocab_size
             for token, i in vocabulary.items():
                 if i not in added:
@@ -248,7 +308,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def files(self):
-        return {"tokenizer.json": self._json.encode()}
+        return {JSON: self._json.encode()}
 
 
 def _byte_alphabet() -> dict[str, bytes]:
@@ -264,11 +324,31 @@ _BYTE_OF = _byte_alphabet()
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Kimi's tokenizer: a tiktoken rank file, and 256 special tokens after the ranks."""
+    """Kimi's tokenizer: a tiktoken rank file, and 256 special tokens after the ranks.
+
+    Args:
+      content: the rank file, a line a token: its bytes in base64, and its rank.
+      bos_id, eos_id, pad_id: as in `Tokenizer`.
+      family: names of control tokens by place after the ranks; the others are `<|reserved_token_ID|>`.
+      names: the same by id, as a release's own settings have them; they stand instead of the family's.
+      where: the file, for messages.
+
+    Raises:
+      ConfigError: the file is damaged, or ids of names are not among the 256 after its ranks.
+    """
 
     kind = "tiktoken"
 
-    def __init__(self, content: bytes, bos_id: int, eos_id: int, pad_id: int, where: str = "the rank file"):
+    def __init__(
+        self,
+        content: bytes,
+        bos_id: int,
+        eos_id: int,
+        pad_id: int,
+        family: Mapping[int, str] = K3_SPECIALS,
+        names: Mapping[int, str] | None = None,
+        where: str = "the rank file",
+    ):
         super().__init__(bos_id, eos_id, pad_id)
         try:
             import tiktoken
@@ -287,14 +367,22 @@ class TiktokenTokenizer(Tokenizer):
         ):
             raise ConfigError(f"{where}: {len(ranks)} ranks must count from 0 and hold every byte; fetch the file anew")
         self._content = content
-        self.special_tokens = {
-            KIMI_SPECIALS.get(place, f"<|reserved_token_{len(ranks) + place}|>"): len(ranks) + place
-            for place in range(256)
-        }
+        ids = range(len(ranks), len(ranks) + KIMI_NUM_SPECIALS)
+        if names is None:
+            names = {ids[place]: name for place, name in family.items()}
+        if strangers := sorted(set(names) - set(ids)):
+            raise ConfigError(
+                f"{where}: {len(ranks)} ranks leave the ids {ids[0]} to {ids[-1]} for control tokens, but "
+                f"{strangers[0]} is to be {names[strangers[0]]!r}; fetch the file anew"
+            )
+        self._end_of_message = ids[KIMI_END_OF_MESSAGE]
+        self.special_tokens = {names.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
+        if len(self.special_tokens) < KIMI_NUM_SPECIALS or "" in self.special_tokens:
+            raise ConfigError(f"{where}: two control tokens have one name, or one has none; fetch {SETTINGS} anew")
         self._encoding = tiktoken.Encoding(
             "kimi", pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
-        self.token_bytes = sorted(ranks, key=ranks.__getitem__) + [b""] * 256
+        self.token_bytes = sorted(ranks, key=ranks.__getitem__) + [b""] * KIMI_NUM_SPECIALS
         self.vocab_size = len(self.token_bytes)
         self._lengths = np.array([len(value) for value in self.token_bytes], np.int32)
 
@@ -307,8 +395,17 @@ class TiktokenTokenizer(Tokenizer):
         return encoded
 
     @property
+    def stop_ids(self):
+        # K2's settings of generation stop at a message's end, its config.json at a document's; K3 has one id for both.
+        return tuple(sorted({self.eos_id, self._end_of_message}))
+
+    @property
     def files(self):
-        return {"tiktoken.model": self._content}
+        return {RANKS: self._content}
+
+    def _names(self):
+        names = {str(i): {"content": name, "special": True} for name, i in self.special_tokens.items()}
+        return {"added_tokens_decoder": names}
 
 
 def _kimi_parts(text: str) -> Iterable[str]:
@@ -386,27 +483,68 @@ def make(config: TokenizerConfig, model: ModelConfig, texts: Iterable[str]) -> T
 
 
 def load(folder: Path | str) -> Tokenizer:
-    """The tokenizer that `save` wrote to a folder.
+    """The tokenizer of a folder: one that `save` wrote, or a released checkpoint.
+
+    A release says which ids begin and end documents in its config.json, and how control tokens are called in
+    tokenizer_config.json; where that says nothing, its family does.
 
     Raises:
       ConfigError: a file is missing or malformed.
     """
-    path = Path(folder) / "tokenizer_config.json"
-    try:
-        settings = json.loads(path.read_bytes())
-        kind, ids = settings["kind"], [settings[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path} is no saved tokenizer ({error!r}); give a folder that a run wrote") from error
+    folder = Path(folder)
+    settings = _read_json(folder / SETTINGS)
+    if "kind" in settings:
+        kind, ids, missing = settings["kind"], settings, SETTINGS
+    elif any((folder / name).is_file() for name in (RANKS, JSON)):
+        kind, missing = "tiktoken" if (folder / RANKS).is_file() else "tokenizers", "config.json"
+        whole = _read_json(folder / missing)
+        ids = {**whole.get("text_config", {}), **whole}
+    else:
+        raise ConfigError(f"{folder} is no saved tokenizer: it has no {RANKS}, no {JSON} and no {SETTINGS} of a run")
     if kind == "bytes":
         return ByteTokenizer()
-    return _from_file(kind, path.with_name("tiktoken.model" if kind == "tiktoken" else "tokenizer.json"), *ids)
+    path = folder / (RANKS if kind == "tiktoken" else JSON)
+    try:
+        bos_id, eos_id = ids["bos_token_id"], ids["eos_token_id"]
+        # K2's config.json leaves it out; the last id is its tokenizer's [PAD].
+        pad_id = ids["vocab_size"] - 1 if ids.get("pad_token_id") is None else ids["pad_token_id"]
+    except KeyError as error:
+        raise ConfigError(f"{folder / missing} has no {error}, which the tokenizer needs; fetch it anew") from error
+    return _from_file(kind, path, bos_id, eos_id, pad_id)
+
+
+def _read_json(path: Path) -> dict:
+    """A file's settings; none if there is no file."""
+    try:
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
+        if not isinstance(content, dict):
+            raise ValueError("no settings by name")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path} ({error}); fetch it anew") from error
+    return content
+
+
+def _control_names(folder: Path) -> dict[str, Mapping[int, str]]:
+    """How a folder's tokenizer_config.json calls control tokens, by id; else the family of its config.json does."""
+    path = folder / SETTINGS
+    try:
+        found = _read_json(path).get("added_tokens_decoder", {})
+        names = {int(i): str(token["content"]) for i, token in found.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path}: added_tokens_decoder does not give each id its content; fetch it anew") from error
+    if names:
+        return {"names": names}
+    whole = _read_json(folder / "config.json")
+    # Attention Residuals tell K3 from Kimi Linear, which has its model type and K2's names.
+    is_k3 = not whole or whole.get("text_config", whole).get("attn_res_block_size") is not None
+    return {"family": K3_SPECIALS if is_k3 else K2_SPECIALS}
 
 
 def _from_file(kind: str, path: Path, bos_id: int, eos_id: int, pad_id: int) -> Tokenizer:
     try:
         content = path.read_bytes()
         if kind == "tiktoken":
-            return TiktokenTokenizer(content, bos_id, eos_id, pad_id, str(path))
+            return TiktokenTokenizer(content, bos_id, eos_id, pad_id, where=str(path), **_control_names(path.parent))
         return JsonTokenizer(content.decode(), bos_id, eos_id, pad_id, kind)
     except OSError as error:
         raise ConfigError(f"cannot read the tokenizer {path} ({error.strerror}); mend its path") from error
