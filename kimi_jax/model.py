@@ -13,15 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_jax.cache import Cache, advance
 from kimi_jax.config import ModelConfig, Rules
-from kimi_jax.layers.block import AttnResidual, Layer, RMSNorm
+from kimi_jax.layers.block import AttnResidual, Layer, Places, RMSNorm
 from kimi_jax.layers.mla import Slots
 from kimi_jax.layers.param import AdamW, declarations, einsum, materialise, normal, param, place
 from kimi_jax.layout import Segment, num_blocks, segments, starts_block
 from kimi_jax.ops.segments import document_ids
+from kimi_jax.ops.segments import positions as positions_in_documents
 from kimi_jax.parallel import dense
 from kimi_jax.sharding import relay, spec_of
 
-ALWAYS = ("max_logits", "load", "histogram")
+ALWAYS = ("max_logits", "load", "histogram", "balance_loss")
 """What every call reports; the rest of a layer's intermediates by request."""
 INTERMEDIATES = (
     "attn_in",
@@ -78,6 +79,7 @@ class Kimi(nnx.Module):
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
         *,
+        positions: jax.Array | None = None,
         cache: Cache | None = None,
         collect: Sequence[str] = (),
     ) -> tuple[jax.Array, dict]:
@@ -85,15 +87,17 @@ class Kimi(nnx.Module):
 
         Args:
             tokens, segment_ids: as in `__call__`. With a cache, the row's first document continues the cached one.
+            positions: `[b, t]` integers for rotary positions; by default tokens are counted from 0 in each document,
+                padding left out, and those in the cache before.
             cache: from `init_cache` or an earlier call. Tokens past its capacity make the logits NaN.
             collect: names out of `INTERMEDIATES` to return besides.
 
         Returns:
             Logits `[b, t, vocab]`, and a dict with, in layer order, `max_logits [mla layers, h]`,
-            `load [moe layers, e]`, `histogram [moe layers, e, bins]`; the collected intermediates; and `cache`, the
-            cache after these tokens, where one came in.
+            `load [moe layers, e]`, `histogram [moe layers, e, bins]`, `balance_loss [moe layers]` if the config has
+            one; the collected intermediates; and `cache`, the cache after these tokens, where one came in.
         """
-        x, aux = self.hidden(tokens, segment_ids, cache=cache, collect=collect)
+        x, aux = self.hidden(tokens, segment_ids, positions=positions, cache=cache, collect=collect)
         return self.logits(x), aux
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -110,19 +114,28 @@ class Kimi(nnx.Module):
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
         *,
+        positions: jax.Array | None = None,
         cache: Cache | None = None,
         collect: Sequence[str] = (),
     ) -> tuple[jax.Array, dict]:
         """`forward` without the head: normalised hidden states `[b, t, d]` in the compute dtype."""
         config = self.config
-        _check_inputs(tokens, segment_ids, cache, collect)
+        _check_inputs(config, tokens, segment_ids, positions, cache, collect)
         rows, time = spec_of(tokens)
         if cache is not None and time is not None:
             raise ValueError(f"a cache holds whole rows, but tokens are cut over mesh axis {time!r}; set mesh.seq=1")
         if segment_ids is None and time is not None:
             segment_ids = jnp.ones_like(tokens)
         # Where documents begin is told by the whole row; the numbers are few.
-        documents = None if segment_ids is None else document_ids(relay(segment_ids, P(rows, None)))
+        segment_ids = None if segment_ids is None else relay(segment_ids, P(rows, None))
+        documents = None if segment_ids is None else document_ids(segment_ids)
+        if positions is not None:
+            positions = relay(positions, P(rows, None))
+        elif config.mla.rope is not None:
+            positions = positions_in_documents(jnp.ones_like(tokens) if segment_ids is None else segment_ids)
+            if cache is not None:  # the row's first document goes on
+                held = jnp.sum(cache.visible, axis=1, keepdims=True, dtype=positions.dtype)
+                positions += held if documents is None else jnp.where(documents == 1, held, 0)
         slots = None
         if cache is not None:
             numbered = jnp.ones_like(tokens, jnp.int32) if documents is None else documents
@@ -139,7 +152,7 @@ class Kimi(nnx.Module):
         caches = []
         for index, (segment, stack) in enumerate(zip(segments(config), self.segments, strict=True)):
             cached = None if cache is None else cache.runs[index]
-            walk = _Walk(config, segment, documents, slots, (*ALWAYS, *collect))
+            walk = _Walk(config, segment, Places(documents, positions), slots, (*ALWAYS, *collect))
             h, bank, cached, aux = walk(h, bank, list(stack.runs), cached)
             caches.append(cached)
             for run, values in enumerate(aux):
@@ -195,8 +208,8 @@ class _Walk:
     the scan would keep a copy of it for each group.
     """
 
-    def __init__(self, config: ModelConfig, segment: Segment, documents, slots, names: Sequence[str]):
-        self.segment, self.documents, self.slots, self.names = segment, documents, slots, names
+    def __init__(self, config: ModelConfig, segment: Segment, places, slots, names: Sequence[str]):
+        self.segment, self.places, self.slots, self.names = segment, places, slots, names
         self.remat = config.remat == "full"
 
         def starts(layers: np.ndarray) -> np.ndarray:
@@ -210,16 +223,16 @@ class _Walk:
     def __call__(self, h, bank, runs: list[Layer], caches) -> tuple[jax.Array, Any, tuple, list[dict]]:
         """(h, bank, caches, what layers report by run) after the segment."""
         if caches is None and self.remat:
-            (h, bank), outs = self._recomputed(h, bank, runs, self.documents)
+            (h, bank), outs = self._recomputed(h, bank, runs, self.places)
         else:
-            (h, bank), outs = self._forward(h, bank, runs, caches, self.documents)
+            (h, bank), outs = self._forward(h, bank, runs, caches, self.places)
         return h, bank, tuple(out["cache"] for out in outs), [out["aux"] for out in outs]
 
-    def _layer(self, h, bank, module: Layer, count, fresh, documents, cache=None):
-        h, cache, aux = module(h, bank, count, fresh, documents, cache, self.slots)
+    def _layer(self, h, bank, module: Layer, count, fresh, places, cache=None):
+        h, cache, aux = module(h, bank, count, fresh, places, cache, self.slots)
         return h, {"cache": cache, "aux": {name: value for name, value in aux.items() if name in self.names}}
 
-    def _forward(self, h, bank, runs, caches, documents, *, keep_inputs: bool = False):
+    def _forward(self, h, bank, runs, caches, places, *, keep_inputs: bool = False):
         def group(carry, per_group):
             (h, bank), (begins, count, per_run) = carry, per_group
             if bank is not None:  # a block that begins puts away the sum of the one before
@@ -232,7 +245,7 @@ class _Walk:
                 module, fresh, cache = per_layer
                 if keep_inputs:
                     module = _one_layer(module)
-                out, reports = self._layer(h, bank, module, count, fresh, documents, cache)
+                out, reports = self._layer(h, bank, module, count, fresh, places, cache)
                 return out, reports | ({"input": h} if keep_inputs else {})
 
             outs = []
@@ -244,27 +257,27 @@ class _Walk:
         per_run = list(zip(runs, self.fresh, [None] * len(runs) if caches is None else caches, strict=True))
         return _scan(group, (h, bank), (self.begins, self.counts, per_run))
 
-    def _recomputed(self, h, bank, runs, documents):
+    def _recomputed(self, h, bank, runs, places):
         """`_forward` without caches, whose backward pass computes each layer again from its input."""
 
         @jax.custom_vjp
-        def walk(h, bank, runs, documents):
-            return self._forward(h, bank, runs, None, documents)
+        def walk(h, bank, runs, places):
+            return self._forward(h, bank, runs, None, places)
 
-        def forward(h, bank, runs, documents):
-            (h, bank), outs = self._forward(h, bank, runs, None, documents, keep_inputs=True)
+        def forward(h, bank, runs, places):
+            (h, bank), outs = self._forward(h, bank, runs, None, places, keep_inputs=True)
             inputs = [out.pop("input") for out in outs]
-            return ((h, bank), outs), (inputs, bank, runs, documents)
+            return ((h, bank), outs), (inputs, bank, runs, places)
 
         walk.defvjp(forward, self._backward)
-        return walk(h, bank, runs, documents)
+        return walk(h, bank, runs, places)
 
     def _backward(self, residuals, gradients):
-        inputs, bank, runs, documents = residuals
+        inputs, bank, runs, places = residuals
         (d_h, d_bank), d_outs = gradients
         if self.segment.repeats == 1 and any(run.length == 1 for run in self.segment.runs):
             # Outside of a loop XLA would find the same work done in the forward pass, and keep that instead.
-            inputs, bank, runs, documents = jax.lax.optimization_barrier((inputs, bank, runs, documents))
+            inputs, bank, runs, places = jax.lax.optimization_barrier((inputs, bank, runs, places))
 
         def group(carry, per_group):
             begins, count, per_run = per_group
@@ -274,7 +287,7 @@ class _Walk:
                 module, fresh, h, d_aux = _one_layer(per_layer)
 
                 def again(h, bank, module):
-                    h, out = self._layer(h, bank, module, count, fresh, documents)
+                    h, out = self._layer(h, bank, module, count, fresh, places)
                     return h, {name: out["aux"][name] for name in d_aux}
 
                 d_h, d_more, d_module = jax.vjp(again, h, bank, module)[1]((d_h, d_aux))
@@ -321,11 +334,18 @@ def _in_layer_order(parts: list[tuple[np.ndarray, jax.Array]]) -> jax.Array:
     return values.at[np.argsort(layers)].get(out_sharding=jax.typeof(values).sharding)
 
 
-def _check_inputs(tokens, segment_ids, cache: Cache | None, collect: Sequence[str]) -> None:
+def _check_inputs(config, tokens, segment_ids, positions, cache: Cache | None, collect: Sequence[str]) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers [batch, time], got {tokens.dtype}{list(tokens.shape)}")
     if segment_ids is not None and segment_ids.shape != tokens.shape:
         raise ValueError(f"segment_ids {list(segment_ids.shape)} must have the shape of tokens {list(tokens.shape)}")
+    if positions is not None and config.mla.rope is None:
+        raise ValueError("positions were given to a model without them; set model.mla.rope, or leave them out")
+    if positions is not None and (positions.shape != tokens.shape or not jnp.issubdtype(positions.dtype, jnp.integer)):
+        raise ValueError(
+            f"positions must be integers of the shape of tokens {list(tokens.shape)}, "
+            f"got {positions.dtype}{list(positions.shape)}"
+        )
     unknown = sorted(set(collect) - set(INTERMEDIATES))
     if unknown:
         raise ValueError(f"cannot collect {unknown}; there are {', '.join(INTERMEDIATES)}")

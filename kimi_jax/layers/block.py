@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +18,15 @@ from kimi_jax.layers.param import ones, param, zeros
 from kimi_jax.layout import Mixer
 from kimi_jax.ops.attn_residual import attn_residual
 from kimi_jax.ops.norm import rms_norm
+
+
+class Places(NamedTuple):
+    """Where the tokens of whole rows stand, for all layers."""
+
+    documents: jax.Array | None
+    """`[b, t]`, see `ops.segments.document_ids`; None: each row is one document."""
+    positions: jax.Array | None
+    """`[b, t]` integers, for rotary positions; None without."""
 
 
 class RMSNorm(nnx.Module):
@@ -70,7 +81,7 @@ class Layer(nnx.Module):
         bank: jax.Array | None,
         count: jax.Array,
         fresh: jax.Array,
-        documents: jax.Array | None,
+        places: Places,
         cache: KDACache | MLACache | None,
         slots: Slots | None,
     ) -> tuple[jax.Array, KDACache | MLACache | None, dict[str, jax.Array]]:
@@ -81,7 +92,7 @@ class Layer(nnx.Module):
             bank: `[n, b, t, d]`, embeddings and block sums; None without attention residuals.
             count: int32, how many of these there are when this layer's block begins.
             fresh: bool, this layer begins a block: `h` is empty and takes no part in the first mix.
-            documents: `[b, t]` or None, see `ops.segments.document_ids`.
+            places: documents and positions.
             cache: what the mixer remembers, or None.
             slots: for MLA with a cache.
 
@@ -96,16 +107,17 @@ class Layer(nnx.Module):
         aux["attn_in"] = x
         if isinstance(self.attention, KDA):
             assert cache is None or isinstance(cache, KDACache)
-            y, cache = self.attention(self.attention_norm(x), documents, cache)
+            y, cache = self.attention(self.attention_norm(x), places.documents, cache)
         else:
             assert cache is None or isinstance(cache, MLACache)
-            y, cache, aux["max_logits"] = self.attention(self.attention_norm(x), documents, cache, slots)
+            x = self.attention_norm(x)
+            y, cache, aux["max_logits"] = self.attention(x, places.documents, cache, slots, places.positions)
         aux["attn_out"] = y
         h = h + y
         x = self.mlp_mix(bank, h, count) if self.has_mix else h  # type: ignore[arg-type]
         aux["mlp_in"] = x
         if isinstance(self.mlp, MoE):
-            y, routed = self.mlp(self.mlp_norm(x), documents)
+            y, routed = self.mlp(self.mlp_norm(x), places.documents)
             aux |= routed
         else:
             y = self.mlp(self.mlp_norm(x))
