@@ -188,6 +188,11 @@ class MoEConfig:
     transport: Literal["gather", "a2a", "ragged"] | None = None
     """How rows travel over the expert axis: all-gather; dense all-to-all in rounds; `lax.ragged_all_to_all`.
     None: ragged on TPU and GPU, gather elsewhere."""
+    weight_format: Literal["mxfp4"] | None = None
+    """What the routed experts' weights are rounded to in every product, the gradient passing straight through. None:
+    as stored. See `TrainConfig.qat_from_step`."""
+    activation_format: Literal["mxfp8"] | None = None
+    """What the inputs of the routed experts' products are rounded to, likewise."""
 
     def __post_init__(self):
         _typed(self)
@@ -265,6 +270,8 @@ class ModelConfig:
             self.situ_linear_beta is None or self.situ_beta is not None,
             f"situ_linear_beta={self.situ_linear_beta} needs situ_beta; set both, or neither for SwiGLU",
         )
+        if self.moe.weight_format or self.moe.activation_format:
+            _check_groups(self, {})
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             _check(0 <= value < self.vocab_size, f"{name}={value} is outside the vocabulary of {self.vocab_size}")
@@ -276,6 +283,20 @@ class ModelConfig:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(range(self.num_dense_layers, self.num_layers))
+
+
+def _check_groups(model: ModelConfig, ways: dict[str, int]) -> None:
+    """Refuses widths of routed experts that do not divide into groups of 32 on each of so many devices."""
+    z, f = model.moe.latent_size, model.moe.hidden_size
+    latent = ("hidden_size", model.hidden_size) if z is None else ("moe.latent_size", z)
+    for (name, width), axis in ((latent, "expert_latent"), (("moe.hidden_size", f), "expert_mlp")):
+        parts = ways.get(axis, 1)
+        _check(
+            width % (32 * parts) == 0,
+            f"model.{name}={width}, the inputs of routed experts, does not divide into groups of 32 with one scale each"
+            + (f" on {parts} devices; make it a multiple of {32 * parts}, or change rules.{axis}" if parts > 1 else "")
+            + ("" if parts > 1 else "; make it a multiple of 32, or leave the experts' formats None"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,6 +406,9 @@ class DataConfig:
 class TrainConfig:
     steps: int
     seed: int = 0
+    init_from: str = ""
+    """Folder whose parameters a new run begins with: of a run, of a converted model, or a released directory. Empty:
+    random ones."""
     accumulation: int = 1
     """Micro-batches of one step; gradients are weighted by their token counts."""
     eval_every: int = 100
@@ -399,6 +423,9 @@ class TrainConfig:
     """A loss (nats a token) this far above the running median skips the step; off during warmup."""
     max_skips: int = 10
     """Skipped steps in a row after which the run stops."""
+    qat_from_step: int | None = None
+    """From this step on, routed experts have MXFP4 weights and MXFP8 activations (quantization-aware training), so that
+    the packed export computes what was trained. None: never."""
     tensorboard: bool = False
     runs_dir: str = "runs"
     sample_prompt: str = ""
@@ -419,6 +446,11 @@ class TrainConfig:
         _check(
             self.keep_every is None or self.keep_every >= 1,
             f"keep_every={self.keep_every} must be at least 1, or None",
+        )
+        start = self.qat_from_step
+        _check(
+            start is None or 0 <= start < self.steps,
+            f"qat_from_step={start} must lie between 0 and steps={self.steps} - 1, or be None for no such steps",
         )
         _finite(self, "spike_threshold")
         for name in ("seed", "sample_tokens"):
@@ -559,6 +591,10 @@ class Config:
                 f"mesh.{axis}={size}, but no rule cuts anything over {axis}: its devices would all do the same; set it "
                 f"to 1, or name {axis} in one of rules.{', '.join(vars(self.rules))}",
             )
+        if self.train.qat_from_step is not None or self.model.moe.weight_format or self.model.moe.activation_format:
+            sizes = self.mesh.shape
+            cut = {name: math.prod(sizes[a] for a in getattr(self.rules, name)) for name in vars(self.rules)}
+            _check_groups(self.model, cut)
         plain = Path(self.name).name == self.name and self.name not in ("", "..") and "\0" not in self.name
         _check(plain, f"name={self.name!r} must be the plain name of a folder, e.g. 'k3_tiny'")
 
@@ -576,6 +612,15 @@ def on_slice(config: Config, topology: str) -> Config:
                 train=replace(config.train, accumulation=known.accumulation or config.train.accumulation),
             )
     return config
+
+
+def at_step(config: Config, step: int) -> Config:
+    """The config as it is from a step on: with the experts' formats, once `train.qat_from_step` is reached."""
+    start = config.train.qat_from_step
+    if start is None or step < start:
+        return config
+    moe = replace(config.model.moe, weight_format="mxfp4", activation_format="mxfp8")
+    return replace(config, model=replace(config.model, moe=moe))
 
 
 def to_dict(config) -> dict:

@@ -28,8 +28,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kimi_jax import checkpoint, distributed, metrics, sharding
-from kimi_jax.config import Config, ConfigError, Source, from_dict, to_dict
+from kimi_jax import checkpoint, distributed, metrics, pretrained, sharding
+from kimi_jax.config import Config, ConfigError, Source, at_step, from_dict, to_dict
 from kimi_jax.data import pipeline
 from kimi_jax.data import tokenizer as tokenizers
 from kimi_jax.data.pipeline import Data
@@ -44,7 +44,8 @@ MAY_CHANGE = {
     "model.remat",
     *(f"train.{name}" for name in ("steps", "accumulation", "eval_every", "eval_tokens", "checkpoint_every")),
     *(f"train.{name}" for name in ("keep_last", "keep_every", "spike_threshold", "max_skips", "tensorboard")),
-    *(f"train.{name}" for name in ("runs_dir", "sample_prompt", "sample_tokens")),
+    *(f"train.{name}" for name in ("runs_dir", "sample_prompt", "sample_tokens", "qat_from_step")),
+    "train.init_from",
     *("model.moe.balance", "model.moe.transport"),
 }
 """Settings that a resumed run may change. Paths may too, as long as the data behind them are the same."""
@@ -116,6 +117,8 @@ def _run(config: Config, restart: bool) -> dict[str, Any]:
         part = sharding.process_part(batch_sharding(config), config.data.batch_size)
         _check_folder(folder, config, checkpoint.host_bytes(shapes))
         # What is refused is refused before anything is removed.
+        if config.train.init_from and (restart or not (folder / "checkpoints").is_dir()):
+            pretrained.check(config.train.init_from, config)
         fresh = _data(config, None, console) if restart else None
     with distributed.together():
         if restart and distributed.is_lead():
@@ -166,7 +169,8 @@ def _train(config, data: Data, part, saved, checkpoints, folder: Path, stop, con
     if saved is None:
         if distributed.is_lead():
             data.tokenizer.save(folder / "tokenizer")
-        state = init_state(config, optimizer)
+        begin = config.train.init_from
+        state = init_state(config, optimizer, pretrained.parameters(begin, config) if begin else None)
     else:
         state = checkpoints.restore(abstract_state(config, optimizer))
         batches.set_state(saved["batches"])
@@ -188,11 +192,10 @@ def _train(config, data: Data, part, saved, checkpoints, folder: Path, stop, con
 def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, console) -> State:
     """Steps until the end. Step n is dispatched before the metrics of n - 1 are read, so the device never waits."""
     train = config.train
-    step_fn = training_step(config)
-    eval_step = evaluation_step(config)
     cut = batch_sharding(config)
     part = sharding.process_part(cut, config.data.batch_size)
     start = done = int(state.step)
+    step_fn = training_step(at_step(config, start))
     pending: tuple[int, dict, Batch] | None = None
 
     def save():
@@ -210,6 +213,8 @@ def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, co
 
     with _Display(console, train.steps, start) as display:
         while done < train.steps:
+            if done == train.qat_from_step:
+                step_fn = training_step(at_step(config, done))
             batch = next(batches)
             state, results = step_fn(state, sharding.to_devices(batch, cut, part))
             flush()
@@ -220,6 +225,7 @@ def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, co
             if done % train.eval_every == 0 and not last:
                 flush()
                 some = data.validation_batches(max_tokens=train.eval_tokens)
+                eval_step = evaluation_step(at_step(config, done))
                 log.write(done, "eval", **display.evaluated(evaluate(eval_step, state.params, some, cut=cut)))
                 log.plot(folder / "curves.png")
             stopping = stop.agreed(now=last)  # read once: a signal from here on waits for the next step
@@ -234,6 +240,7 @@ def _loop(config, state, data: Data, batches, checkpoints, log, folder, stop, co
 
 def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, Any]:
     """The last evaluation, over all validation text; the sample; the curves; the final record."""
+    config = at_step(config, config.train.steps)
     with console.status("Evaluating on all validation text"):
         cut = batch_sharding(config)
         result = evaluate(evaluation_step(config), state.params, data.validation_batches(), stop, cut=cut)
@@ -264,7 +271,7 @@ def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, 
 
 def _without_paths(config: dict) -> dict[str, Any]:
     leaves = _leaves(json.loads(json.dumps(config)))
-    return {key: leaf for key, leaf in leaves.items() if not key.endswith((".path", ".runs_dir"))}
+    return {key: leaf for key, leaf in leaves.items() if not key.endswith((".path", ".runs_dir", ".init_from"))}
 
 
 def _versions() -> tuple[str, str]:

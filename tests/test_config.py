@@ -144,6 +144,25 @@ REFUSED = [
     ("model.moe", {"aux_loss_alpha": -1.0}, "aux_loss_alpha=-1.0 must be at least 0 and finite"),
     ("model", {"kda": None}, "kda=None, but mla_layers=(3, 7, 8) leave KDA layers among num_layers=9; set kda"),
     ("source", {"weight": 0.0}, "weight=0.0 of a source must be positive; leave the source out instead"),
+    ("train", {"qat_from_step": 10**6}, "qat_from_step=1000000 must lie between 0 and steps="),
+    ("train", {"qat_from_step": -1}, "qat_from_step=-1 must lie between 0 and steps="),
+    (
+        "model",
+        {"moe": dataclasses.replace(TINY.model.moe, weight_format="mxfp4", latent_size=48)},
+        "model.moe.latent_size=48, the inputs of routed experts, does not divide into groups of 32 with one scale "
+        "each; make it a multiple of 32",
+    ),
+    (
+        "model",
+        {"moe": dataclasses.replace(TINY.model.moe, activation_format="mxfp8", hidden_size=40)},
+        "model.moe.hidden_size=40, the inputs of routed experts, does not divide into groups of 32",
+    ),
+    (
+        "",
+        {"mesh": Mesh(fsdp=4), "train": dataclasses.replace(TINY.train, qat_from_step=1)},
+        "model.moe.latent_size=64, the inputs of routed experts, does not divide into groups of 32 with one scale each "
+        "on 4 devices; make it a multiple of 128, or change rules.expert_latent",
+    ),
 ]
 """Part of k3_tiny, the change that makes it impossible, and what the message must say."""
 
@@ -168,7 +187,8 @@ def test_every_check_of_the_dataclasses_has_a_case_above():
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef) and function.name == "__post_init__"
         for node in ast.walk(function)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("_check", "_positive", "_finite", "_typed")
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("_check", "_positive", "_finite", "_typed", "_check_groups")
     }
     seen = set()
     for part, fields, _ in REFUSED:
@@ -465,7 +485,7 @@ def test_real_configs_have_every_released_value(name, released):
 
 def test_every_model_setting_is_released_or_ours():
     """A new setting of the model belongs in the released tables above, or here."""
-    ours = {"chunk_size", "param_dtype", "remat", "balance", "transport"}
+    ours = {"chunk_size", "param_dtype", "remat", "balance", "transport", "weight_format", "activation_format"}
     settings = {
         field.name
         for part in (ModelConfig, KDAConfig, MLAConfig, RoPEConfig, MoEConfig)

@@ -13,6 +13,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.layers.kda import VECTOR
 from kimi_jax.layers.mlp import MATRIX, MLP, glu
 from kimi_jax.layers.param import Balanced, einsum, exact_dtype, normal, ones, param, zeros
+from kimi_jax.ops.mx import QTensor, mxfp4_round, mxfp8_round
 from kimi_jax.ops.norm import rms_norm
 from kimi_jax.ops.routing import best_experts, document_balance_loss, expert_load, quantile_histogram, route
 from kimi_jax.parallel import context
@@ -24,7 +25,8 @@ from kimi_jax.sharding import axes_of, axis_of, mesh_axes_of, per_device, platfo
 class MoE(nnx.Module):
     """y = rms_norm(sum_i w_i E_i(x W_down)) W_up + shared(x); latent and norm are optional.
 
-    The router reads x at full width, and its bias decides who is chosen but never how much they count.
+    The router reads x at full width, and its bias decides who is chosen but never how much they count. Weights of
+    routed experts may be arrays or `QTensor`.
     """
 
     def __init__(self, config: ModelConfig, stack: tuple[int, ...]):
@@ -65,9 +67,13 @@ class MoE(nnx.Module):
         aux = per_device(partial(self._route, tokens, width), out)(x, *weights, documents)
         z = x if c.latent_size is None else einsum("btd,dz->btz", x, self.w_latent_down)
         experts = [w.get_value() for w in (self.w_gate, self.w_up, self.w_down)]
-        y = per_device(partial(self._run_experts, *spec_of(experts[0]), mesh_axes_of(z, experts[0])), spec_of(z))(
-            z, aux["topk_idx"], aux["topk_weight"], *experts
-        )
+        w = experts[0]
+        if isinstance(w, QTensor):  # stored [e, f, z]
+            cut, rows = [spec_of(w.packed)[axis] for axis in (0, 2, 1)], mesh_axes_of(z, w.packed)
+        else:
+            cut, rows = spec_of(w), mesh_axes_of(z, w)
+        run = per_device(partial(self._run_experts, *cut, rows), spec_of(z))
+        y = run(z, aux["topk_idx"], aux["topk_weight"], *experts)
         if c.latent_norm:
             y = rms_norm(y, self.latent_norm.get_value(), eps=self.config.rms_norm_eps)
         if c.latent_size is not None:
@@ -118,9 +124,18 @@ class MoE(nnx.Module):
         return c.aux_loss_alpha * document_balance_loss(scores, here, chosen, rows)
 
     def _run_experts(self, expert_axes, latent_axes, mlp_axes, axes, z, indices, weights, w_gate, w_up, w_down):
-        """A device's tokens through the experts of all devices."""
+        """A device's tokens through the experts of all devices.
+
+        Formats are rounded to before anything travels: groups of numbers lie within a device's part.
+        """
         c = self.config.moe
         x, indices, weights = (vary(a.reshape(-1, a.shape[-1]), axes) for a in (z, indices, weights))
+        activation = partial(glu, self.config)
+        if c.weight_format == "mxfp4" and not isinstance(w_gate, QTensor):
+            w_gate, w_up, w_down = (mxfp4_round(w, axis=-2) for w in (w_gate, w_up, w_down))
+        if c.activation_format == "mxfp8":
+            x = mxfp8_round(x)
+            activation = lambda gate, up: mxfp8_round(glu(self.config, gate, up))  # noqa: E731
         y = expert_parallel_mlp(
             x,
             indices,
@@ -128,7 +143,7 @@ class MoE(nnx.Module):
             w_gate,
             w_up,
             w_down,
-            partial(glu, self.config),
+            activation,
             axis=axis_of(expert_axes),
             gather_axes=axes_of(latent_axes),
             balance=c.balance,

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kimi_jax.config import Rules
+from kimi_jax.ops.mx import QTensor
 from kimi_jax.parallel import dense
 from kimi_jax.sharding import check_divides, current_mesh, spec
 
@@ -105,18 +106,22 @@ def named_params(module: nnx.Module) -> dict[str, nnx.Param]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
+def _is_packed(x) -> bool:
+    return isinstance(x, QTensor)
+
+
 def arrays(module: nnx.Module) -> dict[str, jax.Array]:
-    """Dotted path -> array: the plain dict that the optimizer and checkpoints work on."""
-    return dict(zip(named_params(module), jax.tree.leaves(module), strict=True))
+    """Dotted path -> array: the plain dict that the optimizer and checkpoints work on. A packed weight is one entry."""
+    return dict(zip(named_params(module), jax.tree.leaves(module, is_leaf=_is_packed), strict=True))
 
 
 def with_arrays(module: Tree, values: dict[str, jax.Array]) -> Tree:
-    """The module with its parameters replaced by `values`, a dict as `arrays` returns it."""
+    """The module with its parameters replaced by `values`, a dict as `arrays` returns it; weights may be packed."""
     names = named_params(module)  # type: ignore[arg-type]
     if values.keys() != names.keys():
         missing, extra = sorted(names.keys() - values.keys()), sorted(values.keys() - names.keys())
         raise ValueError(f"parameters differ from the model's: missing {missing}, unexpected {extra}")
-    return jax.tree.unflatten(jax.tree.structure(module), [values[name] for name in names])
+    return jax.tree.unflatten(jax.tree.structure(module, is_leaf=_is_packed), [values[name] for name in names])
 
 
 def declarations(module: nnx.Module) -> dict[str, Declaration]:
@@ -192,7 +197,7 @@ def _filled(name: str, declared: Declaration, like: jax.ShapeDtypeStruct, seed: 
 
 def count(module: nnx.Module) -> int:
     """Number of scalar parameters."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(module))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(module, is_leaf=_is_packed))
 
 
 def normal(std: float) -> Init:

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kimi_jax.ops.mx import QTensor
+
 Backend = Literal["blocks", "ragged"]
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
-Matrices = Sequence[jax.Array]  # w_gate and w_up [e, d, f], w_down [e, f, d]
+Matrices = Sequence[jax.Array | QTensor]  # w_gate and w_up [e, d, f], w_down [e, f, d]; packed ones take no gradient
 
 
 class Layout(NamedTuple):
@@ -27,9 +29,9 @@ class Layout(NamedTuple):
     ends: jax.Array | None = None  # with blocks: [groups] where each group's blocks end; what follows is padding
 
 
-def vary_like(x: jax.Array, *like: jax.Array) -> jax.Array:
+def vary_like(x: jax.Array, *like: jax.Array | QTensor) -> jax.Array:
     """x, typed as varying over every mesh axis over which `like` varies: what a loop inside shard_map starts from."""
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in (x, *like)))
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves((x, like))))
     new = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
     return jax.lax.pcast(x, new, to="varying") if new else x
 
@@ -111,20 +113,25 @@ def _combine_bwd(residuals, d_out):
 combine.defvjp(lambda *args: (combine(*args), args), _combine_bwd)
 
 
+def unpacked(w: jax.Array | QTensor, dtype: jnp.dtype) -> jax.Array:
+    """A weight in the dtype of the product, decoded if it is packed."""
+    return w.decode(dtype) if isinstance(w, QTensor) else w.astype(dtype)
+
+
 def _dot(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
 @jax.custom_vjp
-def _block_matmul(rows: jax.Array, w: jax.Array, owner: jax.Array, used: jax.Array) -> jax.Array:
+def _block_matmul(rows: jax.Array, w: jax.Array | QTensor, owner: jax.Array, used: jax.Array) -> jax.Array:
     """[blocks, c, d], [e, d, f], [blocks] -> [blocks, c, f]: every block times its expert's matrix.
 
-    A loop over the blocks that hold rows reads each matrix in place. A batched matmul would first copy one for every
-    block.
+    A loop over the blocks that hold rows reads each matrix in place, and decodes no more than one. A batched matmul
+    would first copy one for every block.
     """
 
     def step(i, out):
-        return out.at[i].set(_dot(rows[i], w[owner[i]]).astype(rows.dtype))
+        return out.at[i].set(_narrow_dot(rows[i], unpacked(w[owner[i]], rows.dtype)))
 
     zero = jnp.zeros((*rows.shape[:2], w.shape[2]), rows.dtype)
     return jax.lax.fori_loop(0, used, step, vary_like(zero, rows, w, owner))
@@ -135,20 +142,22 @@ def _block_matmul_bwd(residuals, d_out):
 
     def step(i, carry):
         d_w, d_rows = carry
-        expert = owner[i]
-        d_w = d_w.at[expert].add(_dot(rows[i].T, d_out[i]))
-        return d_w, d_rows.at[i].set(_dot(d_out[i], w[expert].T).astype(rows.dtype))
+        if d_w is not None:
+            d_w = d_w.at[owner[i]].add(_dot(rows[i].T, d_out[i]))
+        return d_w, d_rows.at[i].set(_narrow_dot(d_out[i], unpacked(w[owner[i]], rows.dtype).T))
 
-    zero = jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), jnp.zeros_like(rows)
-    zero = [vary_like(z, rows, w, owner, d_out) for z in zero]
-    d_w, d_rows = jax.lax.fori_loop(0, used, step, tuple(zero))
-    return d_rows, d_w.astype(w.dtype), None, None
+    packed = isinstance(w, QTensor)
+    zero = None if packed else jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), jnp.zeros_like(rows)
+    zero = jax.tree.map(lambda z: vary_like(z, rows, w, owner, d_out), zero)
+    d_w, d_rows = jax.lax.fori_loop(0, used, step, zero)
+    return d_rows, None if packed else d_w.astype(w.dtype), None, None
 
 
 _block_matmul.defvjp(lambda *args: (_block_matmul(*args), args), _block_matmul_bwd)
 
 
 def _ragged_matmul(rows, w, sizes):
+    w = unpacked(w, rows.dtype)
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     return jax.lax.ragged_dot(rows, w, sizes, preferred_element_type=wide).astype(rows.dtype)
 
@@ -158,7 +167,8 @@ def grouped_mlp(
 ) -> jax.Array:
     """[rows, d] -> [rows, d]: each row through its group's expert, without a gradient; see `grouped_mlp_grad`.
 
-    Several parts hold the experts of consecutive groups: with blocks they need not be copied together.
+    Several parts hold the experts of consecutive groups: with blocks they need not be copied together. Packed experts
+    are decoded one at a time with blocks, else one matrix of all of them at a time.
     """
     if not block:
         return _mlp(partial(_ragged_matmul, sizes=layout.groups), rows, _whole(parts), activation)
@@ -167,7 +177,7 @@ def grouped_mlp(
     for matrices, offset, begin, end in _spans(parts, layout):
 
         def step(i, out, matrices=matrices, offset=offset):
-            chosen = [w[layout.groups[i] - offset] for w in matrices]
+            chosen = [unpacked(w[layout.groups[i] - offset], blocks.dtype) for w in matrices]
             return out.at[i].set(_mlp(_narrow_dot, blocks[i], chosen, activation))
 
         out = jax.lax.fori_loop(begin, end, step, out)
@@ -240,7 +250,9 @@ def _spans(parts, layout):
 
 
 def _whole(parts):
-    return [jnp.concatenate(part) for part in zip(*parts, strict=True)] if len(parts) > 1 else parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    return [jax.tree.map(lambda *ws: jnp.concatenate(ws), *part) for part in zip(*parts, strict=True)]
 
 
 def _narrow_dot(a, b):
@@ -280,9 +292,9 @@ def expert_mlp(
     x: jax.Array,
     indices: jax.Array,
     weights: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_gate: jax.Array | QTensor,
+    w_up: jax.Array | QTensor,
+    w_down: jax.Array | QTensor,
     activation: Activation,
     *,
     backend: Backend | None = None,
@@ -298,8 +310,8 @@ def expert_mlp(
       x: [n, d].
       indices: [n, k] integers in [0, e).
       weights: [n, k], at least float32.
-      w_gate, w_up: [e, d, f].
-      w_down: [e, f, d].
+      w_gate, w_up: [e, d, f], as arrays or packed; packed ones take no gradient.
+      w_down: [e, f, d], likewise.
       activation: (gate [..., f], up [..., f]) -> [..., f]; with zeros it must be finite.
       backend: "blocks" pads each expert's rows to whole blocks and loops over those: for CPUs, where
         `lax.ragged_dot` multiplies every row by every expert. "ragged" is `lax.ragged_dot`, without padding. None
@@ -330,6 +342,7 @@ def expert_mlp(
         matmul = partial(_block_matmul, owner=layout.groups, used=layout.ends[-1])  # pyright: ignore
     else:
         matmul = partial(_ragged_matmul, sizes=layout.groups)
-    w_gate, w_up, w_down = (w.astype(x.dtype) for w in (w_gate, w_up, w_down))
+    if not isinstance(w_gate, QTensor):
+        w_gate, w_up, w_down = (w.astype(x.dtype) for w in (w_gate, w_up, w_down))  # pyright: ignore
     hidden = activation(matmul(rows, w_gate), matmul(rows, w_up))
     return combine(matmul(hidden, w_down).reshape(-1, d), weights, layout)

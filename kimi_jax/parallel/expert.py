@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from kimi_jax.ops import experts
+from kimi_jax.ops.mx import QTensor
 from kimi_jax.parallel.dense import gather, gather_weight, sum_scatter
 from kimi_jax.sharding import vary, varying
 
@@ -310,12 +311,19 @@ _WIDTH = (1, 1, 2)
 """Where w_gate, w_up and w_down have the experts' own model width."""
 
 
-def _fetch(s: _Settings, w: jax.Array, width: int, dtype, way: Routes) -> list[jax.Array]:
-    """[m, ..] home experts of this rank -> those it computes, home and borrowed, in the dtype of the product."""
-    w = w.astype(dtype)
-    if s.gather_axes:
-        w = gather(w, s.gather_axes, width)
-    return [w, s.move_experts(w[way.order], way.weights)] if s.lend else [w]
+def _fetch(s: _Settings, w: jax.Array | QTensor, width: int, dtype, way: Routes) -> list[jax.Array | QTensor]:
+    """[m, ..] home experts of this rank -> those it computes, home and borrowed, in the dtype of the product.
+
+    Packed ones travel and stay packed.
+    """
+    w = _gathered(w, s.gather_axes, width) if isinstance(w, QTensor) else gather(w.astype(dtype), s.gather_axes, width)
+    if not s.lend:
+        return [w]
+    return [w, jax.tree.map(lambda a: s.move_experts(a[way.order], way.weights), w)]
+
+
+def _gathered(w: QTensor, axes: tuple[str, ...], width: int) -> QTensor:
+    return jax.tree.map(lambda a: gather(a, axes, 3 - width), w)  # stored [e, out, in]
 
 
 def _fetch_all(s: _Settings, matrices, dtype, way: Routes) -> list[experts.Matrices]:
@@ -369,9 +377,9 @@ def expert_parallel_mlp(
     x: jax.Array,
     indices: jax.Array,
     weights: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_gate: jax.Array | QTensor,
+    w_up: jax.Array | QTensor,
+    w_down: jax.Array | QTensor,
     activation: experts.Activation,
     *,
     axis: str | None,
@@ -393,7 +401,8 @@ def expert_parallel_mlp(
       x: [S, z] this rank's tokens.
       indices: [S, K] experts of each token, of all E.
       weights: [S, K] their weights, at least float32.
-      w_gate, w_up: [m, z', f] this rank's m = E / R experts in their stored dtype; they travel in x.dtype.
+      w_gate, w_up: [m, z', f] this rank's m = E / R experts in their stored dtype; they travel in x.dtype. Or packed:
+        so they travel and stay until an expert is computed, and take no gradient.
       w_down: [m, f, z'].
       activation: (gate [.., f], up [.., f]) -> [.., f]; with zeros it must be finite.
       axis: mesh axis of the experts, or None if they are not split: then this is `expert_mlp`.
@@ -413,18 +422,25 @@ def expert_parallel_mlp(
     Source: K3 report, section 5.2.1 and appendix E (exactly balanced expert parallelism with redundant experts).
     """
     matrices = (w_gate, w_up, w_down)
-    axes = frozenset().union(*map(varying, (x, indices, weights, *matrices)), gather_axes)
-    x, indices, weights = (vary(a, tuple(sorted(axes))) for a in (x, indices, weights))
+    packed = isinstance(w_gate, QTensor)
+    axes = frozenset().union(*map(varying, jax.tree.leaves((x, indices, weights, matrices))), gather_axes)
+    rows = tuple(sorted(axes))
+    x, indices, weights = (vary(a, rows) for a in (x, indices, weights))
     if axis is None:
-        parts = [((),) * width + (gather_axes,) + ((),) * (2 - width) for width in _WIDTH]
-        rows = tuple(sorted(axes))
-        matrices = [gather_weight(w, part, rows, x.dtype) for w, part in zip(matrices, parts, strict=True)]
+
+        def fetch(w, width):
+            if packed:
+                return jax.tree.map(lambda a: vary(a, rows), _gathered(w, gather_axes, width))
+            return gather_weight(w, ((),) * width + (gather_axes,) + ((),) * (2 - width), rows, x.dtype)
+
+        matrices = [fetch(w, width) for w, width in zip(matrices, _WIDTH, strict=True)]
         return experts.expert_mlp(x, indices, weights, *matrices, activation=activation, backend=backend)  # pyright: ignore
     m, r, lend = w_gate.shape[0], jax.lax.axis_size(axis), balance == "exact"
     num_rows = indices.size if lend else r * x.shape[0] * min(indices.shape[1], m)
     _, block = experts.choose_backend(backend, indices.size, m)
     way = routes(indices, m * r, axis, balance, block, num_rows)
-    settings = _Settings(activation, axis, gather_axes, transport, block, lend, num_rows, varying(w_gate))
+    weight_axes = varying(jax.tree.leaves(w_gate)[0])
+    settings = _Settings(activation, axis, gather_axes, transport, block, lend, num_rows, weight_axes)
     run = jax.custom_vjp(partial(_forward, settings))
     run.defvjp(lambda *args: (_forward(settings, *args), args), partial(_backward, settings))
-    return run(x, weights, matrices, way)
+    return (partial(_forward, settings) if packed else run)(x, weights, matrices, way)
