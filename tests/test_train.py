@@ -1,5 +1,6 @@
 """Whole runs: files, resumption bit for bit after any kind of end, refusals, and the command line."""
 
+import base64
 import io
 import json
 import os
@@ -17,9 +18,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kimi_jax import metrics, runs, train
+from kimi_jax import generate, metrics, runs, train
 from kimi_jax.checkpoint import Checkpoints
-from kimi_jax.config import ConfigError, Source, to_dict
+from kimi_jax.config import ConfigError, Source, TokenizerConfig, to_dict
 from tests import tiny
 
 COMPILE_QUICKLY = True
@@ -107,6 +108,34 @@ def test_evaluation_and_generation_of_a_run(finished):
         runs.load(folder, 7)
     with pytest.raises(ConfigError, match="no checkpoint in"):
         runs.load(folder.parent)
+
+
+def test_a_run_keeps_the_tokenizer_of_a_release(tmp_path):
+    """A K2 release's ranks and control tokens are trained on, saved, and used to generate once the release is gone."""
+    content = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "tiktoken.model").write_bytes(content)
+    ids = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 511}
+    (hub / "config.json").write_text(json.dumps({**ids, "model_type": "kimi_k2"}))
+    config = tiny.with_model(tiny.config(tmp_path, steps=1, sample_tokens=0), vocab_size=512, **ids)
+    tokens = TokenizerConfig(kind="tiktoken", path=str(hub / "tiktoken.model"))
+    train.run(replace(config, data=replace(config.data, tokenizer=tokens)))
+    shutil.rmtree(hub)
+    folder = tmp_path / "runs" / "run"
+    model, _, tokenizer = runs.load(folder)
+    assert tokenizer.files == {"tiktoken.model": content} and tokenizer.stop_ids == (257, 258)
+    assert tokenizer.special_tokens["<|im_end|>"] == 258 and len(tokenizer.special_tokens) == 256
+    prompt = "a 中 <|im_end|>"
+    (row,) = generate.generate(model, [[256, *prompt.encode()]], max_new_tokens=8, stop=(257, 258))
+    text = "".join(runs.generate(folder, prompt, max_new_tokens=8, temperature=0))
+    assert text == tokenizer.decode(row)
+
+    class Stops(type(tokenizer)):
+        stop_ids = (row[0],)
+
+    tokenizer.__class__ = Stops
+    assert "".join(train.sample_text(model, tokenizer, prompt, max_new_tokens=8)) == ""
 
 
 @pytest.mark.parametrize("instant", [1, 3, 4, 6, 11])
