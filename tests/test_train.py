@@ -132,7 +132,7 @@ def test_a_run_keeps_the_tokenizer_of_a_release(tmp_path):
     assert text == tokenizer.decode(row)
 
     class Stops(type(tokenizer)):
-        stop_ids = (row[0],)
+        stop_ids = property(lambda _: (row[0],))
 
     tokenizer.__class__ = Stops
     assert "".join(train.sample_text(model, tokenizer, prompt, max_new_tokens=8)) == ""
