@@ -48,12 +48,12 @@ def test_the_stretch_by_hand():
     assert 5 < np.sum((ramp < 0.999) & (ramp > 1 / 31.9)) < 15
 
 
-@pytest.mark.parametrize("dtype,tolerance", [("float32", 2e-4), ("float64", 1e-13), ("bfloat16", 8e-3)])
+@pytest.mark.parametrize("dtype,tolerance", [("float32", 1e-4), ("float64", 1e-11), ("bfloat16", 8e-3)])
 @pytest.mark.parametrize("shape", [(2, 9, 3, 22), (2, 9, 16)])
 def test_against_complex_numbers(shape, dtype, tolerance):
-    """Also past the original context, where rounding an f32 angle costs 2e-4; in bf16, where angles would be noise."""
+    """Also far past the original context, and in bf16, where angles would be noise."""
     frequencies = yarn_frequencies(16, **K2)
-    positions = np.array([[0, 1, 2, 3, 5, 8, 100, 127, 4097], [0, 0, 1, 0, 1, 2, 3, 4, 300]])
+    positions = np.array([[0, 1, 2, 3, 5, 8, 100, 127, 4097], [0, 0, 1, 0, 1, 2, 3, 511, 131071]])
     x = inputs(*shape)
     with jax.enable_x64(dtype == "float64"):
         got = rotate(jnp.asarray(x, dtype), jnp.asarray(positions, jnp.int32), frequencies)
