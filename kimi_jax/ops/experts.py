@@ -122,35 +122,58 @@ def _dot(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
-@jax.custom_vjp
-def _block_matmul(rows: jax.Array, w: jax.Array | QTensor, owner: jax.Array, used: jax.Array) -> jax.Array:
-    """[blocks, c, d], [e, d, f], [blocks] -> [blocks, c, f]: every block times its expert's matrix.
+def _each_block(
+    step: Callable,
+    out: jax.Array,
+    matrices: Matrices,
+    layout: Layout,
+    dtype: jnp.dtype,
+    begin: jax.Array | int = 0,
+    end=None,
+    offset=0,
+) -> jax.Array:
+    """out = step(i, matrices of block i's expert, out) for each block that holds rows, or those from begin to end.
 
-    A loop over the blocks that hold rows reads each matrix in place, and decodes no more than one. A batched matmul
-    would first copy one for every block.
+    Each matrix is read in place, where a batched matmul would first copy one for every block, and unpacked once for
+    all blocks of its expert: there is never more than one. `offset` is the group of the first expert.
     """
+    ends = layout.ends
+    assert ends is not None
 
-    def step(i, out):
-        return out.at[i].set(_narrow_dot(rows[i], unpacked(w[owner[i]], rows.dtype)))
+    def expert(carry):
+        i, out = carry
+        group = layout.groups[i]
+        chosen = [unpacked(w[group - offset], dtype) for w in matrices]
+        return ends[group], jax.lax.fori_loop(i, ends[group], lambda i, out: step(i, chosen, out), out)
 
-    zero = jnp.zeros((*rows.shape[:2], w.shape[2]), rows.dtype)
-    return jax.lax.fori_loop(0, used, step, vary_like(zero, rows, w, owner))
+    end = ends[-1] if end is None else end
+    begin = vary_like(jnp.asarray(begin, jnp.int32), ends)
+    return jax.lax.while_loop(lambda carry: carry[0] < end, expert, (begin, out))[1]
+
+
+@jax.custom_vjp
+def _block_matmul(rows: jax.Array, w: jax.Array | QTensor, layout: Layout) -> jax.Array:
+    """[blocks, c, d], [e, d, f] -> [blocks, c, f]: every block times its expert's matrix."""
+    zero = vary_like(jnp.zeros((*rows.shape[:2], w.shape[2]), rows.dtype), rows, w, layout.groups)
+    step = lambda i, chosen, out: out.at[i].set(_narrow_dot(rows[i], chosen[0]))  # noqa: E731
+    return _each_block(step, zero, [w], layout, rows.dtype)
 
 
 def _block_matmul_bwd(residuals, d_out):
-    rows, w, owner, used = residuals
+    rows, w, layout = residuals
+    packed = isinstance(w, QTensor)
 
     def step(i, carry):
         d_w, d_rows = carry
+        expert = layout.groups[i]
         if d_w is not None:
-            d_w = d_w.at[owner[i]].add(_dot(rows[i].T, d_out[i]))
-        return d_w, d_rows.at[i].set(_narrow_dot(d_out[i], unpacked(w[owner[i]], rows.dtype).T))
+            d_w = d_w.at[expert].add(_dot(rows[i].T, d_out[i]))
+        return d_w, d_rows.at[i].set(_narrow_dot(d_out[i], unpacked(w[expert], rows.dtype).T))
 
-    packed = isinstance(w, QTensor)
     zero = None if packed else jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), jnp.zeros_like(rows)
-    zero = jax.tree.map(lambda z: vary_like(z, rows, w, owner, d_out), zero)
-    d_w, d_rows = jax.lax.fori_loop(0, used, step, zero)
-    return d_rows, None if packed else d_w.astype(w.dtype), None, None
+    zero = jax.tree.map(lambda z: vary_like(z, rows, w, layout.groups, d_out), zero)
+    d_w, d_rows = jax.lax.fori_loop(0, layout.ends[-1], step, zero)
+    return d_rows, None if packed else d_w.astype(w.dtype), None
 
 
 _block_matmul.defvjp(lambda *args: (_block_matmul(*args), args), _block_matmul_bwd)
@@ -174,13 +197,9 @@ def grouped_mlp(
         return _mlp(partial(_ragged_matmul, sizes=layout.groups), rows, _whole(parts), activation)
     blocks = rows.reshape(-1, block, rows.shape[1])
     out = vary_like(jnp.zeros_like(blocks), blocks, layout.groups, *parts[0])
+    step = lambda i, chosen, out: out.at[i].set(_mlp(_narrow_dot, blocks[i], chosen, activation))  # noqa: E731
     for matrices, offset, begin, end in _spans(parts, layout):
-
-        def step(i, out, matrices=matrices, offset=offset):
-            chosen = [unpacked(w[layout.groups[i] - offset], blocks.dtype) for w in matrices]
-            return out.at[i].set(_mlp(_narrow_dot, blocks[i], chosen, activation))
-
-        out = jax.lax.fori_loop(begin, end, step, out)
+        out = _each_block(step, out, matrices, layout, blocks.dtype, begin, end, offset)
     return out.reshape(rows.shape)
 
 
@@ -339,7 +358,7 @@ def expert_mlp(
     rows = dispatch(x, layout)
     if backend == "blocks":
         rows = rows.reshape(-1, block, d)
-        matmul = partial(_block_matmul, owner=layout.groups, used=layout.ends[-1])  # pyright: ignore
+        matmul = partial(_block_matmul, layout=layout)
     else:
         matmul = partial(_ragged_matmul, sizes=layout.groups)
     if not isinstance(w_gate, QTensor):

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
 
 Rule = Literal["rceil", "even", "floor"]
 """How the largest magnitude of a block picks the scale 2^k.
@@ -516,8 +517,9 @@ class QTensor:
         return cls(packed, scale, kind)
 
     def decode(self, dtype) -> jax.Array:
-        """The weight [.., in, out]."""
-        return _KINDS[self.kind].decode(self.packed, self.scale, dtype).mT
+        """The weight [.., in, out], laid out in memory as a plain one is: so a product has the same bits."""
+        w = _KINDS[self.kind].decode(self.packed, self.scale, dtype).mT
+        return with_layout_constraint(w, Layout(tuple(range(w.ndim))))
 
     @property
     def shape(self) -> tuple[int, ...]:
