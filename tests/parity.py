@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_jax import sharding
 from kimi_jax.checkpoint import flatten
-from kimi_jax.config import Config, DataConfig, Mesh, OptimConfig, TrainConfig
+from kimi_jax.config import Config, DataConfig, Mesh, OptimConfig, RoPEConfig, TrainConfig
 from kimi_jax.layers.param import declarations, partitions
 from kimi_jax.model import Kimi
 from kimi_jax.optim.build import rule_label
@@ -50,9 +50,17 @@ KIMI_LINEAR = replace(
     mla=replace(K3.mla, q_lora_rank=None, output_gate=False),
     moe=replace(K3.moe, latent_size=None, latent_norm=False, routed_scaling_factor=2.446),
 )
+K2 = replace(
+    KIMI_LINEAR,
+    mla_layers=(0, 1),
+    kda=None,
+    mla=replace(KIMI_LINEAR.mla, q_lora_rank=16, rope=RoPEConfig(theta=100.0, factor=4.0)),
+    moe=replace(KIMI_LINEAR.moe, routed_scaling_factor=2.827, aux_loss_alpha=0.1),
+)
 MODELS = {
     "k3": (K3, {}),
     "kimi_linear": (KIMI_LINEAR, {"balance": "sign"}),
+    "k2": (K2, {"balance": "sign"}),
     # Loops over layers: two groups of two KDA layers and one MLA layer, behind a dense one.
     "scanned": (replace(KIMI_LINEAR, num_layers=7, mla_layers=(3, 6)), {"balance": "sign"}),
     "all to all": (replace(K3, moe=replace(K3.moe, transport="a2a", balance="none")), {}),

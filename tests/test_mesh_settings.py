@@ -29,6 +29,8 @@ COVER = [
 OTHERS = [
     ("scanned", "expert 2 tensor 2 seq 2", 1, "full", False),
     ("all to all", "fsdp 2 expert 4", 1, "none", False),
+    ("k2", "expert 2 tensor 2 seq 2", 4, "full", True),
+    ("k2", "seq 4 data 2", 1, "none", False),
     ("clipped", "tensor 4 data 2", 1, "none", False),
 ]
 

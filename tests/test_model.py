@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.cache import init_cache
-from kimi_jax.config import KDAConfig, MLAConfig, load_config
+from kimi_jax.config import KDAConfig, MLAConfig, RoPEConfig, load_config
 from kimi_jax.layers.param import arrays, count, materialise, with_arrays
 from kimi_jax.layout import segments
 from kimi_jax.model import Kimi, init
@@ -28,7 +28,16 @@ KIMI_LINEAR = replace(
     mla=MLAConfig(num_heads=2, q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6),
     moe=replace(K3.moe, latent_size=None, latent_norm=False, routed_scaling_factor=2.446),
 )
-CONFIGS = {"k3": K3, "kimi_linear": KIMI_LINEAR}
+K2 = replace(
+    KIMI_LINEAR,
+    mla_layers=(0, 1),
+    kda=None,
+    mla=replace(
+        K3.mla, output_gate=False, rope=RoPEConfig(theta=100.0, factor=4.0, original_max_position_embeddings=8)
+    ),
+    moe=replace(KIMI_LINEAR.moe, routed_scaling_factor=2.827, aux_loss_alpha=0.1),
+)
+CONFIGS = {"k3": K3, "kimi_linear": KIMI_LINEAR, "k2": K2}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -57,7 +66,7 @@ def test_a_packed_row_equals_its_documents_alone(model):
     ids = tokens(0, 1, 40)
     segment_ids = np.array([[0] * 3 + [5] * 9 + [1] * 1 + [0] * 2 + [1] * 14 + [2] * 8 + [0] * 3], np.int32)
     packed, aux = forward(model, ids, segment_ids)
-    loads = 0
+    loads, balance = 0, 0
     for start, stop in ((3, 12), (12, 13), (15, 29), (29, 37)):
         alone, alone_aux = forward(
             model,
@@ -65,7 +74,8 @@ def test_a_packed_row_equals_its_documents_alone(model):
             (np.arange(40)[None] < stop - start).astype(np.int32),
         )
         assert rel_to_rms(packed[:, start:stop], alone[:, : stop - start]) < 1e-5
-        loads = loads + alone_aux["load"]
+        loads, balance = loads + alone_aux["load"], balance + alone_aux.get("balance_loss", 0)
+    np.testing.assert_allclose(aux.get("balance_loss", 0), balance, rtol=1e-5)
     np.testing.assert_array_equal(aux["load"], loads)
 
 
