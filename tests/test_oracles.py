@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kimi_jax import hf
-from kimi_jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, load_config
+from kimi_jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPEConfig, load_config
 from kimi_jax.generate import generate
 from kimi_jax.layers.param import arrays, with_arrays
 from kimi_jax.model import Kimi, bias_layers, init
@@ -71,6 +71,23 @@ ODD_LINEAR = replace(
     rms_norm_eps=1e-5,
     moe=replace(ODD_K3.moe, num_shared_experts=2, renormalize=True),
 )
+ODD_K2 = ModelConfig(
+    vocab_size=101,
+    hidden_size=40,
+    num_layers=4,
+    mla_layers=(0, 1, 2, 3),
+    num_dense_layers=2,
+    dense_hidden_size=56,
+    kda=None,
+    mla=replace(
+        ODD_K3.mla,
+        q_lora_rank=16,
+        rope=RoPEConfig(theta=500.0, factor=8.0, original_max_position_embeddings=16, beta_fast=4.0, mscale=0.7),
+    ),
+    moe=MoEConfig(num_experts=8, experts_per_token=3, num_shared_experts=2, hidden_size=24, routed_scaling_factor=1.3),
+    max_position_embeddings=128,
+)
+"""Prompts reach far into the stretched positions."""
 MODELS = {
     "k3": tiny.MODEL,
     "k3_tiny": load_config("k3_tiny").model,
@@ -78,6 +95,9 @@ MODELS = {
     "k3_packed": replace(tiny.MODEL, moe=replace(tiny.MODEL.moe, latent_size=64, hidden_size=32)),
     "linear_tiny": load_config("kimi_linear_tiny").model,
     "linear_odd": ODD_LINEAR,
+    "k2_tiny": load_config("k2_tiny").model,
+    "k2_odd": ODD_K2,
+    "k2_packed": load_config("k2_tiny").model,
 }
 """packed: K3's experts in MXFP4, K2 in block-FP8."""
 
