@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from kimi_jax.config import ConfigError
 
 Tree = TypeVar("Tree")
+
+CHUNK_BYTES = 64 * 2**20
+"""Most bytes of an array that are written as one: what it costs to read any slice of it."""
+ITEM, METADATA, WHOLE = "state", "_METADATA", "_CHECKPOINT_METADATA"
+"""Orbax's names in a checkpoint's folder."""
 
 for _noisy in ("absl", "orbax"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
@@ -28,6 +39,15 @@ def flatten(tree: Any) -> dict[str, jax.Array]:
 def unflatten(like: Tree, flat: dict[str, jax.Array]) -> Tree:
     """The inverse of `flatten`, with the structure of `like`."""
     return jax.tree.unflatten(jax.tree.structure(like), [flat[name] for name in flatten(like)])
+
+
+def _chunking(key, value) -> ocp.options.ArrayOptions.Saving.StorageOptions:
+    """Layers and experts apart, so that one can be read without the others."""
+    lead = tuple(range(max(0, np.ndim(value) - 2))) or None
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=CHUNK_BYTES, shard_axes=lead)
+
+
+_IN_CHUNKS = ocp.options.ArrayOptions(saving=ocp.options.ArrayOptions.Saving(scoped_storage_options_creator=_chunking))
 
 
 class Checkpoints:
@@ -61,10 +81,17 @@ class Checkpoints:
         """The JSON stored with a checkpoint."""
         return self._orbax.metadata(self._at(step)).custom_metadata  # type: ignore[return-value]
 
+    def shapes(self, step: int | None = None) -> dict[str, Any]:
+        """Path -> shape and dtype of what a checkpoint holds."""
+        saved = self._orbax.metadata(self._at(step)).metadata
+        assert isinstance(saved, dict)
+        return saved
+
     def save(self, step: int, tree: Any, metadata: dict) -> None:
         """Starts to write; returns once the arrays are copied to the host, so that they may be donated."""
         self._orbax.wait()  # two saves at once would make Orbax skip the second
-        self._orbax.save_async(step, flatten(tree), custom_metadata=metadata, force=True)
+        with ocp.Context(array_options=_IN_CHUNKS):
+            self._orbax.save_async(step, flatten(tree), custom_metadata=metadata, force=True)
 
     def restore(self, like: Tree, step: int | None = None) -> Tree:
         """Reads the arrays of `like` (arrays or shapes, e.g. a part of what was saved) with its shardings."""
@@ -97,8 +124,7 @@ class Checkpoints:
 
     def _check(self, wanted: dict[str, jax.ShapeDtypeStruct], step: int | None) -> None:
         """Names every array that is absent or has another shape or dtype."""
-        saved = self._orbax.metadata(self._at(step)).metadata
-        assert isinstance(saved, dict)
+        saved = self.shapes(step)
         problems = [f"missing: {name}" for name in sorted(wanted.keys() - saved.keys())]
         for name in sorted(wanted.keys() & saved.keys()):
             here, there = (wanted[name].shape, wanted[name].dtype), (tuple(saved[name].shape), saved[name].dtype)
@@ -130,3 +156,94 @@ def opened(folder: str | Path, **options):
         yield checkpoints
     finally:
         checkpoints.close()
+
+
+def open_arrays(folder: Path, step: int) -> dict[str, tensorstore.TensorStore]:
+    """The arrays of a checkpoint by their names, to be read in slices: `array[index].read().result()`."""
+    root = folder / str(step) / ITEM
+    stored = json.loads((root / METADATA).read_text())
+    pool = {"cache_pool": {"total_bytes_limit": 6 * CHUNK_BYTES}}
+    context = tensorstore.Context(pool)
+
+    def opened(name: str):
+        kv: Any = {"driver": "file", "path": f"{root}/{name}/"}
+        if stored["use_ocdbt"]:
+            kv = {"driver": "ocdbt", "base": f"file://{root}/", "path": f"{name}/"}
+        spec = {"driver": "zarr3" if stored["use_zarr3"] else "zarr", "kvstore": kv, "recheck_cached_data": "open"}
+        return tensorstore.open(spec, open=True, read=True, context=context)
+
+    names = [entry["key_metadata"][0]["key"] for entry in stored["tree_metadata"].values()]
+    opening = {name: opened(name) for name in names}
+    return {name: future.result() for name, future in opening.items()}
+
+
+class SlicedCheckpoint:
+    """A checkpoint that is written slice by slice, for arrays that no memory holds; `Checkpoints` reads it.
+
+    Each array is a folder of uncompressed chunks (zarr), one file each, which has its name only when it is whole: a
+    writer that is killed goes on with the chunks that are absent.
+    """
+
+    def __init__(self, folder: Path, step: int, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]]):
+        self.root = folder / str(step)
+        self.shapes = dict(shapes)
+        self.chunk_shapes = {name: chunk_shape(shape, dtype.itemsize) for name, (shape, dtype) in shapes.items()}
+        for name, (shape, dtype) in shapes.items():
+            (self.root / ITEM / name).mkdir(parents=True, exist_ok=True)
+            kind = dtype.newbyteorder("<").str if dtype.kind != "V" else dtype.name
+            array = {"zarr_format": 2, "shape": shape, "chunks": self.chunk_shapes[name], "dtype": kind, "order": "C"}
+            array |= {"compressor": None, "filters": None, "fill_value": None, "dimension_separator": "."}
+            (self.root / ITEM / name / ".zarray").write_text(json.dumps(array))
+
+    def chunks(self, name: str) -> Iterator[tuple[tuple[slice, ...], Path]]:
+        """Every chunk of an array: which slice it is, and its file."""
+        shape, chunk = self.shapes[name][0], self.chunk_shapes[name]
+        for at in np.ndindex(*(size // part for size, part in zip(shape, chunk, strict=True))):
+            index = tuple(slice(i * part, (i + 1) * part) for i, part in zip(at, chunk, strict=True))
+            yield index, self.root / ITEM / name / ".".join(map(str, at))
+
+    def finish(self, metadata: dict) -> None:
+        """Makes the chunks a checkpoint, once all of them are there."""
+        entry = {"value_type": "jax.Array", "skip_deserialize": False}
+        tree = {
+            repr((name,)): {
+                "key_metadata": [{"key": name, "key_type": 2}],
+                "value_metadata": entry | {"write_shape": list(shape)},
+            }
+            for name, (shape, _) in self.shapes.items()
+        }
+        plain = {"use_ocdbt": False, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
+        (self.root / ITEM / METADATA).write_text(json.dumps({"tree_metadata": tree, **plain, "custom_metadata": None}))
+        handler = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+        now = time.time_ns()
+        whole = {
+            "item_handlers": {ITEM: handler},
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": now,
+            "commit_timestamp_nsecs": now,
+            "custom_metadata": metadata,
+        }
+        (self.root / WHOLE).write_text(json.dumps(whole))
+
+
+def write_chunk(file: Path, values: np.ndarray) -> None:
+    """Writes one chunk of a `SlicedCheckpoint`."""
+    partial = file.with_name(file.name + ".partial")
+    np.ascontiguousarray(values).tofile(partial)
+    os.replace(partial, file)
+
+
+def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The shape of an array's chunks, of at most `CHUNK_BYTES`: leading axes are cut first, of a matrix the longer.
+
+    >>> chunk_shape((22, 3, 896, 3072, 1792), 1), chunk_shape((7168, 163840), 2)
+    ((1, 1, 8, 3072, 1792), (7168, 4096))
+    """
+    chunk = list(shape)
+    last = sorted(range(len(shape))[-2:], key=lambda axis: -shape[axis])
+    for axis in [*range(len(shape) - 2), *last]:
+        room = CHUNK_BYTES * chunk[axis] // max(1, math.prod(chunk) * itemsize)
+        if room < chunk[axis]:
+            chunk[axis] = next((n for n in range(room, 0, -1) if shape[axis] % n == 0), 1)
+    return tuple(chunk)

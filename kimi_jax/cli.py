@@ -1,10 +1,11 @@
-"""The command line: `kimi-jax train | eval | generate | inspect | aot`."""
+"""The command line: `kimi-jax train | eval | generate | convert | inspect | aot`."""
 
 from __future__ import annotations
 
 import itertools
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ USAGE = """usage: kimi-jax COMMAND ...
   train NAME [--model.x ... --train.x ...]   train a config, or go on with its run
   eval --checkpoint DIR [--source.x ...]     bits per byte of a checkpoint on any text
   generate --checkpoint DIR --prompt TEXT    continue a text
-  inspect NAME [--optim]                     components, shapes, counts, optimizer rules; allocates nothing
+  convert SRC DST [--verify]                 a released directory to a checkpoint, or a checkpoint to a released one
+  inspect NAME [--optim | --manifest]        components, shapes, counts, optimizer rules; allocates nothing
   aot NAME --topology v5p:8x8x8              compile its step for a TPU slice: memory, collectives, speed; no TPU needed
 
 NAME is one of {names}, or a path to a .py file. `kimi-jax COMMAND --help` lists the settings.
@@ -74,12 +76,37 @@ class GenerateArgs:
 
 
 @dataclass(frozen=True)
+class ConvertArgs:
+    """A released directory (K3, Kimi Linear, K2; quantized or not) to a checkpoint, or a checkpoint to a released one.
+
+    Streams: needs the memory of one file, not of the model. The same command goes on where a killed one stopped.
+    """
+
+    source: Annotated[str, tyro.conf.Positional]
+    """A directory from the hub, or the folder of a run or of an earlier conversion."""
+    target: Annotated[str, tyro.conf.Positional]
+    """A new directory."""
+    verify: bool = False
+    """Read both again at the end, and compare every tensor byte for byte."""
+    like: str | None = None
+    """A released or converted directory whose layout, dtypes, config and tensors of other parts (vision) an export
+    takes; by default those that the checkpoint was converted from."""
+    packed: bool = True
+    """Export in the quantized format of the family (K3's experts MXFP4, K2 block-FP8), unless there is something to
+    be like; else bf16."""
+    step: int | None = None
+    """Which checkpoint to export; the newest by default."""
+
+
+@dataclass(frozen=True)
 class InspectArgs:
     """Components, shapes and counts of a config; allocates nothing."""
 
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
     optim: bool = False
     """How the optimizer sees each parameter."""
+    manifest: bool = False
+    """Every tensor that an export has: name, dtype and shape a line, sorted."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "train": train,
         "eval": evaluate,
         "generate": generate,
+        "convert": convert,
         "inspect": inspect,
         "aot": aot,
     }
@@ -190,12 +218,32 @@ def generate(argv: Sequence[str]) -> None:
             print()
 
 
+def convert(argv: Sequence[str]) -> None:
+    with _plain_errors():
+        args = tyro.cli(ConvertArgs, args=argv, prog="kimi-jax convert")
+        from kimi_jax import convert as conversion
+
+        began = time.perf_counter()
+        done = conversion.convert(
+            args.source, args.target, verify=args.verify, like=args.like, packed=args.packed, step=args.step
+        )
+        seconds = time.perf_counter() - began
+        rate = done["bytes"] / seconds / 1e9
+        print(f"{done['tensors']:,} tensors, {done['bytes']:,} bytes in {seconds:,.1f} s, {rate:.2f} GB/s")
+        print(f"Saved {args.target}")
+
+
 def inspect(argv: Sequence[str]) -> None:
     config, argv = _named_config(argv, "kimi-jax inspect")
     with _plain_errors():
         args = tyro.cli(InspectArgs, args=argv, default=InspectArgs(config), prog="kimi-jax inspect NAME")
         from kimi_jax import inspect as inspection
 
+        if args.manifest:
+            from kimi_jax import hf
+
+            print(*hf.manifest_lines(args.config.model), sep="\n")
+            return
         print(inspection.optimizer_table(args.config) if args.optim else inspection.report(args.config))
 
 

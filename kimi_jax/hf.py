@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from kimi_jax.layers.param import arrays, declarations, named_params, place, wit
 from kimi_jax.layout import segments
 from kimi_jax.model import Kimi
 from kimi_jax.ops.mx import BLOCK, GROUP, Kind, QTensor
+from kimi_jax.sharding import axes_of
 from kimi_jax.shards import DTYPES, INDEX, CheckpointError, Directory, Entry, Shard
 
 FLOAT32_NAMES = ("A_log", "dt_bias", "_conv1d.weight", "o_norm.weight", "e_score_correction_bias")
@@ -38,6 +40,8 @@ ROOT = "language_model."
 """What a multimodal release puts in front of its text tensors' names."""
 PLAIN = ("F32", "BF16")
 """Dtypes of tensors that are not quantized."""
+PARTS = ("packed", "scale")
+"""Arrays of a `QTensor`."""
 CONFIG = "config.json"
 SHARD_BYTES = 5 * 2**30
 
@@ -91,6 +95,7 @@ def load(
     Args:
         path: directory with `config.json` and `model.safetensors`, or shards and their index.
         dtype: of parameters and compute, whatever config.json says. What the family stores as F32 is at least f32.
+            None for the narrowest that holds every number that is not quantized.
         packed: routed experts that are quantized stay so, as `QTensor`.
         rules: how parameters are cut over the mesh.
 
@@ -102,11 +107,12 @@ def load(
             directory; every one of them is named.
         ConfigError: a config.json that describes another kind of model.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype == jnp.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+    if dtype is not None and jnp.dtype(dtype) == jnp.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ConfigError('dtype=float64 needs jax.config.update("jax_enable_x64", True)')
     release = Release(path)
-    config = replace(release.config, dtype=dtype.name, param_dtype=dtype.name)
+    config = release.config
+    if dtype is not None:
+        config = replace(config, dtype=jnp.dtype(dtype).name, param_dtype=jnp.dtype(dtype).name)
     model = place(Kimi(config), rules or Rules())
     values = {}
     for name, like in arrays(model).items():
@@ -114,11 +120,11 @@ def load(
         if kind is None:
             values[name] = _array(release, name, like.shape, like.dtype, like.sharding)
         else:
-            packed_part, scale = (
-                _array(release, leaf, *release.leaves[leaf], _flipped(like.sharding))
-                for leaf in (f"{name}.packed", f"{name}.scale")
+            values[name] = jax.tree.map(
+                lambda part, leaf: _array(release, leaf, part.shape, part.dtype, part.sharding),
+                packed_shape(name, like, kind, release.shapes(name)),
+                QTensor(f"{name}.packed", f"{name}.scale", kind),  # type: ignore[arg-type]
             )
-            values[name] = QTensor(packed_part, scale, kind)
     return with_arrays(model, values), config
 
 
@@ -128,11 +134,27 @@ def _array(release: Release, leaf: str, shape, dtype, sharding) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda index: release.read(leaf, index or (), dtype))
 
 
-def _flipped(sharding):
-    """A weight's sharding for what is stored transposed."""
+def packed_shape(name: str, like, kind: Kind, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> QTensor:
+    """A parameter's packed form: `packed` and `scale` of these shapes, cut over the mesh as the parameter is."""
+    parts = (
+        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_flipped(f"{name}.{part}", like.sharding, s.shape))
+        for part, s in shapes.items()
+    )
+    return QTensor(*parts, kind)  # type: ignore[arg-type]
+
+
+def _flipped(leaf: str, sharding, shape: tuple[int, ...]):
+    """A weight's sharding for an array of this shape, which is stored transposed."""
     if sharding is None:
         return None
     *lead, rows, cols = sharding.spec
+    for size, part in zip(shape[-2:], (cols, rows), strict=True):
+        ways = math.prod(sharding.mesh.shape[axis] for axis in axes_of(part))
+        if size % ways:
+            raise ConfigError(
+                f"{leaf}: an axis of {size} blocks with a scale each does not divide over mesh axes "
+                f"{' x '.join(axes_of(part))} = {ways}; load it decoded, or choose another mesh"
+            )
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*lead, cols, rows))
 
 
@@ -191,15 +213,19 @@ class Release:
                 continue
             self.kinds[param] = kind
             parts = self._parts[self._tensors[placed[param][indices[0]]].name]
-            for part in ("packed", "scale"):
+            for part in PARTS:
                 entry = entries[parts[part]]
                 self.leaves[f"{param}.{part}"] = (*stack, *entry.shape), DTYPES[entry.dtype]
         self.carried = [
             name
             for name in entries
             if name not in self.stored
-            or (self.stored[name].part in ("packed", "scale") and self.stored[name].tensor.params[0] not in self.kinds)
+            or (self.stored[name].part in PARTS and self.stored[name].tensor.params[0] not in self.kinds)
         ]
+
+    def shapes(self, param: str) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the arrays of a parameter that can stay packed."""
+        return {part: jax.ShapeDtypeStruct(*self.leaves[f"{param}.{part}"]) for part in PARTS}
 
     def read(self, leaf: str, index: tuple[slice, ...], dtype=None) -> np.ndarray:
         """A slice of one of `leaves`, or of a packed parameter by its own path, which is then decoded."""
@@ -231,7 +257,7 @@ class Release:
 
     def _decoded(self, tensor: Tensor, param: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """A slice of a layer's parameter out of a quantized tensor; of a plain matrix no more than its blocks."""
-        packed, scale = (self.directory.read(self._parts[tensor.name][part]) for part in ("packed", "scale"))
+        packed, scale = (self.directory.read(self._parts[tensor.name][part]) for part in PARTS)
         kind = self._kind(tensor)
         assert kind is not None
         if tensor.rows != 1:
@@ -361,7 +387,7 @@ class Plan:
         w = tensor.encode(*(source.value(param, tensor.index) for param in tensor.params))
         names = {part.part: part.name for part in stored(tensor, kind)}
         if self.original is not None and names["packed"] in self.original.where:
-            released = {part: self.original.read(names[part]) for part in ("packed", "scale")}
+            released = {part: self.original.read(names[part]) for part in PARTS}
             before = unpack(released["packed"], released["scale"], kind, w.dtype)
             if before.tobytes() == np.ascontiguousarray(w).tobytes():
                 return released
@@ -420,7 +446,7 @@ def plan_like(config: ModelConfig, files: dict[str, Shard], folder: str | Path, 
     folder = Path(folder)
     theirs, ours = released_config(read_config(folder)), released_config(config)
     if theirs != ours:
-        raise CheckpointError(f"{folder / CONFIG} is not the model's:\n  " + "\n  ".join(_differences(theirs, ours)))
+        raise CheckpointError(f"{folder / CONFIG} is not the model's:\n  " + "\n  ".join(differences(theirs, ours)))
     entries = {name: entry for shard in files.values() for name, entry in shard.entries.items()}
     found = match(entries, config, folder)
     lost = sorted(name for name in entries.keys() - found.keys() if original is None or name not in original.where)
@@ -430,11 +456,13 @@ def plan_like(config: ModelConfig, files: dict[str, Shard], folder: str | Path, 
     return Plan((folder / CONFIG).read_text(), files, found, index, original)
 
 
-def _differences(theirs: dict, ours: dict) -> list[str]:
+def differences(theirs: dict, ours: dict) -> list[str]:
+    """Where two released configs differ, a line each."""
+    theirs, ours = (whole | whole.get("text_config", {}) for whole in (theirs, ours))
     return [
         f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
         for key in sorted(theirs.keys() | ours.keys())
-        if theirs.get(key) != ours.get(key)
+        if theirs.get(key) != ours.get(key) and key != "text_config"
     ]
 
 
@@ -460,7 +488,7 @@ def save(
     if _model_alone(config) != _model_alone(model.config):
         raise ConfigError("the config is not that of the model; pass model.config")
     check_new(path)
-    values = dict(zip(named_params(model), jax.tree.leaves(model, is_leaf=_is_packed), strict=True))
+    values: dict[str, Any] = arrays(model)
     kinds: dict[str, Kind] = {name: value.kind for name, value in values.items() if isinstance(value, QTensor)}
     flat = {name: value for name, value in values.items() if name not in kinds}
     for name in kinds:
@@ -479,10 +507,6 @@ def save(
     if path.exists():
         path.rmdir()
     partial.rename(path)
-
-
-def _is_packed(x) -> bool:
-    return isinstance(x, QTensor)
 
 
 def _model_alone(config: ModelConfig) -> ModelConfig:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import jax
 
-from kimi_jax import checkpoint
-from kimi_jax.config import Config, Source, from_dict
+from kimi_jax import pretrained
+from kimi_jax.config import Config, ConfigError, Source
 from kimi_jax.data import pipeline
-from kimi_jax.data import tokenizer as tokenizers
 from kimi_jax.data.tokenizer import Tokenizer
-from kimi_jax.layers.param import arrays, place, with_arrays
+from kimi_jax.layers.param import arrays
 from kimi_jax.model import Kimi
 from kimi_jax.train import batch_sharding, evaluation_step, sample_text
 from kimi_jax.train import evaluate as evaluate_batches
@@ -22,19 +21,19 @@ from kimi_jax.train import evaluate as evaluate_batches
 def load(path: str | Path, step: int | None = None) -> tuple[Kimi, Config, Tokenizer]:
     """Opens the checkpoint of a run, whatever mesh wrote it, on the current one: model, config and tokenizer.
 
+    The config is that of the checkpoint's step: with the experts' formats, where the run had reached them.
+
     Args:
-        path: folder of the run, or its `checkpoints` folder.
+        path: folder of a run, of its checkpoints, of a converted model, or a released directory.
         step: which checkpoint; the newest by default.
 
     Raises:
-        ConfigError: there is none, or its arrays are not those of its config.
+        CheckpointError, ConfigError: there is none, or its arrays are not those of its config; it has no tokenizer.
     """
-    folder = checkpoint.find(path)
-    with checkpoint.opened(folder) as checkpoints:
-        config = from_dict(Config, checkpoints.metadata(step)["config"])
-        template = place(Kimi(config.model), config.rules)
-        params = checkpoints.restore({"params": arrays(template)}, step)["params"]
-    return with_arrays(template, params), config, tokenizers.load(folder.parent / "tokenizer")
+    model, config, tokenizer = pretrained.load(path, step)
+    if tokenizer is None:
+        raise ConfigError(f"{path} has no tokenizer; put the release's tiktoken.model or tokenizer.json there")
+    return model, config, tokenizer
 
 
 def evaluate(

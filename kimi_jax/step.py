@@ -47,9 +47,12 @@ class State:
     """Key data of the run's random numbers. Training draws none; the sample at the end does."""
 
 
-def init_state(config: Config, optimizer: optax.GradientTransformationExtraArgs) -> State:
-    """The state before the first step, on the current mesh: a function of the config alone."""
-    params = arrays(init(config.model, config.train.seed, config.rules))
+def init_state(
+    config: Config, optimizer: optax.GradientTransformationExtraArgs, params: dict[str, jax.Array] | None = None
+) -> State:
+    """The state before the first step, on the current mesh: a function of the config alone, or of given parameters."""
+    if params is None:
+        params = arrays(init(config.model, config.train.seed, config.rules))
     return jax.jit(partial(_first_state, config, optimizer))(params)
 
 

@@ -25,7 +25,7 @@ LAYERS = (
     {"layers"},
     {"model"},
     {"optim", "data", "shards", "hf", "checkpoint", "metrics"},
-    {"step", "generate", "train", "runs", "convert", "inspect", "flops", "hlo", "aot"},
+    {"step", "generate", "pretrained", "train", "runs", "convert", "inspect", "flops", "hlo", "aot"},
     {"cli", "__main__"},
 )
 """From the bottom up: a part imports only from its own layer and those above it in this list."""
