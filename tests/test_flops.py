@@ -13,14 +13,14 @@ import pytest
 from kimi_jax import flops
 from kimi_jax import inspect as inspection
 from kimi_jax.cache import init_cache
-from kimi_jax.config import KDAConfig, load_config
+from kimi_jax.config import KDAConfig, RoPEConfig, load_config
 from kimi_jax.layers.param import Muon, arrays, declarations, with_arrays
 from kimi_jax.model import Kimi
 from kimi_jax.ops import attention
 from kimi_jax.optim.muon import newton_schulz
 from tests.tiny import MODEL
 
-K3, KIMI_LINEAR = load_config("k3").model, load_config("kimi_linear_48b").model
+K3, KIMI_LINEAR, K2 = (load_config(name).model for name in ("k3", "kimi_linear_48b", "k2_1t"))
 PLAIN = replace(  # Kimi Linear's parts: low-rank gate, no low-rank queries, no latent, no attention residuals
     MODEL,
     kda=KDAConfig(num_heads=2, head_dim=8, chunk_size=6),
@@ -29,6 +29,13 @@ PLAIN = replace(  # Kimi Linear's parts: low-rank gate, no low-rank queries, no 
     attn_res_block_size=None,
     situ_beta=None,
     situ_linear_beta=None,
+)
+ROTARY = replace(
+    PLAIN,
+    kda=None,
+    mla_layers=(0, 1),
+    mla=replace(MODEL.mla, output_gate=False, rope=RoPEConfig(theta=1e4)),
+    moe=replace(PLAIN.moe, aux_loss_alpha=0.001),
 )
 NOT_PRODUCTS = ("KDA convolution", "attention residuals")
 """Counted, but written as sums of products of vectors."""
@@ -73,7 +80,7 @@ def traced(f, *args, loops: Sequence[Fraction] = ()) -> Fraction:
 
 def counted(parts, *, one_token: bool = False) -> int:
     """The formulas' part in matrix products; token by token KDA writes its state with an outer product, a third."""
-    outer = parts["KDA recurrence"].run // 3 if one_token else 0
+    outer = parts["KDA recurrence"].run // 3 if one_token and "KDA recurrence" in parts else 0
     return sum(work.run for name, work in parts.items() if name not in NOT_PRODUCTS) - outer
 
 
@@ -81,7 +88,7 @@ def tokens(rows, length):
     return jax.ShapeDtypeStruct((rows, length), jnp.int32)
 
 
-@pytest.mark.parametrize("model", [MODEL, PLAIN], ids=["k3", "kimi_linear"])
+@pytest.mark.parametrize("model", [MODEL, PLAIN, ROTARY], ids=["k3", "kimi_linear", "k2"])
 @pytest.mark.parametrize("length", [1, 5, 32, 300, 1100])
 def test_forward_is_what_the_program_multiplies(model, length):
     loops = attention_loops(length, 0, length)
@@ -89,7 +96,7 @@ def test_forward_is_what_the_program_multiplies(model, length):
     assert found == counted(flops.forward(model, 3, length), one_token=length == 1)
 
 
-@pytest.mark.parametrize("model", [MODEL, PLAIN], ids=["k3", "kimi_linear"])
+@pytest.mark.parametrize("model", [MODEL, PLAIN, ROTARY], ids=["k3", "kimi_linear", "k2"])
 def test_prefill_and_decode_are_what_the_program_multiplies(model):
     cache = jax.eval_shape(lambda: init_cache(model, 3, 1100))
 
@@ -154,7 +161,7 @@ def test_one_product_is_the_compilers_count():
     assert compiled == 2 * 3 * 5 * 7 == products(jax.make_jaxpr(jnp.dot)(a, b).jaxpr)
 
 
-@pytest.mark.parametrize("model", [K3, KIMI_LINEAR], ids=["k3", "kimi_linear"])
+@pytest.mark.parametrize("model", [K3, KIMI_LINEAR, K2], ids=["k3", "kimi_linear", "k2"])
 def test_two_a_token_for_every_active_weight(model):
     """What does not depend on length is twice the active weights that multiply something."""
     parts = flops.forward(model, 1, 1)
@@ -178,6 +185,16 @@ def test_k3_sizes():
     assert a_token["KDA recurrence"] == pytest.approx(69 * 96 * 6 * 128**2 / 1e9)
     assert sum(a_token.values()) == pytest.approx(208.38 + attention + a_token["KDA recurrence"], abs=0.05)
     assert flops.total(parts).run > flops.total(parts).model
+
+
+def test_k2_sizes():
+    """31.69 B active parameters with the head: 63.4 GFLOP a token, and 5.1 for scores and values at 4k."""
+    parts = flops.forward(K2, 1, 4096)
+    a_token = {name: work.model / 4096 / 1e9 for name, work in parts.items()}
+    assert not [name for name in parts if "KDA" in name or "residuals" in name or "latent" in name]
+    assert a_token["MLA attention"] == pytest.approx(61 * 64 * 2 * (192 + 128) * 2048.5 / 1e9)
+    assert a_token["routed experts"] == pytest.approx(60 * 8 * 3 * 7168 * 2048 * 2 / 1e9)
+    assert sum(a_token.values()) == pytest.approx(2 * 31.687 + a_token["MLA attention"], abs=0.05)
 
 
 def test_decode_reads_latents_and_depends_on_length_by_attention_alone():
