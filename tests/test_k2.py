@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax import hf
+from kimi_jax import cli, hf
 from kimi_jax.cache import init_cache
 from kimi_jax.config import Config, DataConfig, OptimConfig, RoPEConfig, TrainConfig
 from kimi_jax.layers.param import with_arrays
@@ -136,6 +136,25 @@ def test_positions_are_checked():
         model.hidden(tokens, positions=jnp.zeros((1, 3), jnp.int32))
     with pytest.raises(ValueError, match="positions were given to a model without them"):
         Kimi(tiny.MODEL).hidden(tokens, positions=tokens)
+
+
+def test_settings_of_optional_parts_are_plain_options(capsys):
+    cli.main(
+        [
+            "inspect",
+            "k2_tiny",
+            "--model.mla.rope.factor",
+            "2",
+            "--model.num-layers",
+            "2",
+            "--model.mla-layers",
+            "0",
+            "1",
+        ]
+    )
+    assert "2 = 0 KDA + 2 MLA" in capsys.readouterr().out
+    cli.main(["inspect", "k3_tiny", "--model.kda.head-dim", "32"])
+    assert "KDA state: 24,576 bytes" in capsys.readouterr().out
 
 
 # --- training
