@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -242,21 +241,18 @@ class _Walk:
                 bank = jax.lax.dynamic_update_index_in_dim(bank, jnp.where(begins, h, before), place, 0)
                 h = jnp.where(begins, 0, h)
 
-            def layer(run, h, per_layer):
+            def layer(h, per_layer):
                 module, fresh, cache = per_layer
-                if keep_inputs:
-                    module = _from_bits(module, run)
                 out, reports = self._layer(h, bank, module, count, fresh, places, cache)
                 return out, reports | ({"input": h} if keep_inputs else {})
 
             outs = []
-            for run, one_run in zip(runs, per_run, strict=True):
-                h, out = _scan(partial(layer, run), h, one_run)
+            for one_run in per_run:
+                h, out = _scan(layer, h, one_run)
                 outs.append(out)
             return (h, bank), outs
 
-        stored = _to_bits(runs) if keep_inputs else runs
-        per_run = list(zip(stored, self.fresh, [None] * len(runs) if caches is None else caches, strict=True))
+        per_run = list(zip(runs, self.fresh, [None] * len(runs) if caches is None else caches, strict=True))
         return _scan(group, (h, bank), (self.begins, self.counts, per_run))
 
     def _recomputed(self, h, bank, runs, places):
@@ -284,10 +280,9 @@ class _Walk:
         def group(carry, per_group):
             begins, count, per_run = per_group
 
-            def layer(run, carry, per_layer):
+            def layer(carry, per_layer):
                 d_h, d_bank = carry
                 module, fresh, h, d_aux = per_layer
-                module = _from_bits(module, run)
 
                 def again(h, bank, module):
                     h, out = self._layer(h, bank, module, count, fresh, places)
@@ -297,8 +292,8 @@ class _Walk:
                 return (d_h, jax.tree.map(lambda d, more: d + more.astype(d.dtype), d_bank, d_more)), d_module
 
             d_modules = []
-            for run, one_run in zip(reversed(runs), reversed(per_run), strict=True):
-                carry, d_module = _scan(partial(layer, run), carry, one_run, reverse=True)
+            for one_run in reversed(per_run):
+                carry, d_module = _scan(layer, carry, one_run, reverse=True)
                 d_modules.insert(0, d_module)
             d_h, d_bank = carry
             if d_bank is not None:
@@ -310,30 +305,11 @@ class _Walk:
             return (d_h, d_bank), d_modules
 
         d_aux = [{n: d for n, d in out["aux"].items() if d.dtype != jax.dtypes.float0} for out in d_outs]
-        per_run = list(zip(_to_bits(runs), self.fresh, inputs, d_aux, strict=True))
+        per_run = list(zip(runs, self.fresh, inputs, d_aux, strict=True))
         # Many layers add to the gradient of one block's sum: in bf16 the small ones would be lost.
         wide = jax.tree.map(lambda d: d.astype(jnp.promote_types(d.dtype, jnp.float32)), d_bank)
         (d_h, wide), d_modules = _scan(group, (d_h, wide), (self.begins, self.counts, per_run), reverse=True)
         return d_h, jax.tree.map(lambda d, like: d.astype(like.dtype), wide, d_bank), d_modules, None
-
-
-def _to_bits(tree):
-    """Floating arrays as the integers that their bits spell.
-
-    Of floating parameters that a loop takes slices of and casts, XLA for TPUs moves the casts before the loop and keeps
-    the narrow copies of all layers, 9.5 GiB a chip of K3. It casts no integers.
-    """
-
-    def bits(x):
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) if floating else x
-
-    return jax.tree.map(bits, tree)
-
-
-def _from_bits(tree, like):
-    """The inverse of `_to_bits` for slices of `like`."""
-    return jax.tree.map(lambda x, y: x if x.dtype == y.dtype else jax.lax.bitcast_convert_type(x, y.dtype), tree, like)
 
 
 def _scan(f, carry, xs, *, reverse: bool = False) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from kimi_jax.ops import experts
 from kimi_jax.ops.mx import QTensor
-from kimi_jax.parallel.dense import gather, gather_weight, sum_scatter
+from kimi_jax.parallel.dense import gather, gather_weight, narrowed, sum_scatter
 from kimi_jax.sharding import vary, varying
 
 Balance = Literal["exact", "none"]
@@ -316,7 +316,11 @@ def _fetch(s: _Settings, w: jax.Array | QTensor, width: int, dtype, way: Routes)
 
     Packed ones travel and stay packed.
     """
-    w = _gathered(w, s.gather_axes, width) if isinstance(w, QTensor) else gather(w.astype(dtype), s.gather_axes, width)
+    w = (
+        _gathered(w, s.gather_axes, width)
+        if isinstance(w, QTensor)
+        else gather(narrowed(w, dtype), s.gather_axes, width)
+    )
     if not s.lend:
         return [w]
     return [w, jax.tree.map(lambda a: s.move_experts(a[way.order], way.weights), w)]
