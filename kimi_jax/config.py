@@ -295,7 +295,7 @@ def _check_groups(model: ModelConfig, ways: dict[str, int]) -> None:
             width % (32 * parts) == 0,
             f"model.{name}={width}, the inputs of routed experts, does not divide into groups of 32 with one scale each"
             + (f" on {parts} devices; make it a multiple of {32 * parts}, or change rules.{axis}" if parts > 1 else "")
-            + ("" if parts > 1 else "; make it a multiple of 32, or leave the experts' formats None"),
+            + ("" if parts > 1 else "; make it a multiple of 32, or leave qat_from_step and the experts' formats None"),
         )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.ops.experts import expert_mlp
+from kimi_jax.ops.mx import QTensor
 from kimi_jax.ops.situ import situ_glu, swiglu
 from tests import oracles
 from tests.conftest import rel_to_max, rel_to_rms
@@ -151,3 +152,21 @@ def test_wrong_shapes_and_backends_are_refused():
         expert_mlp(x, indices[:-1], weights, w_gate, w_up, w_down, swiglu)
     with pytest.raises(ValueError, match="unknown"):
         expert_mlp(x, indices, weights, w_gate, w_up, w_down, swiglu, backend="dense")  # pyright: ignore
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["random", "one expert takes all", "empty experts"])
+def test_packed_experts_are_as_good_as_decoded_ones(name, backend):
+    """The same bits, and the same gradient of the tokens; packed weights have none."""
+    indices, (x, weights, *matrices) = case(**CASES[name] | dict(d=32, f=64))
+    packed = [QTensor.encode(jnp.asarray(w, jnp.float32)) for w in matrices]
+    decoded = [w.decode(jnp.float32) for w in packed]
+    x, weights = (jnp.asarray(a, jnp.float32) for a in (x, weights))
+
+    @jax.jit
+    def run(x, weights, matrices):
+        out, pull = jax.vjp(lambda *a: expert_mlp(a[0], indices, a[1], *matrices, situ, backend=backend), x, weights)
+        return out, *pull(jnp.cos(out))
+
+    for ours, plain in zip(run(x, weights, packed), run(x, weights, decoded), strict=True):
+        np.testing.assert_array_equal(ours, plain)
