@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 
+from kimi_jax import shards
+
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 STEPS = 4
@@ -164,3 +166,25 @@ def test_sharding_tour_runs(run):
     for cell, panels in zip(plots, (1, 3, 3), strict=True):
         assert_drawn(cell, panels)
     assert not list(work.iterdir()), "what is refused leaves nothing behind"
+
+
+def test_released_checkpoint_runs(run):
+    """Every file comes back as it was, packed and decoded experts say the same, and a change stays where it is made."""
+    code, work = run("03_released_checkpoint", {})
+    assert {folder.name for folder in (work / "released_checkpoint").iterdir()} == {
+        *("hub", "converted", "exported", "changed"),
+    }
+    by_text = "\n".join(printed(cell) for cell in code)
+    assert by_text.count("4.25 bits a weight") == 12
+    assert re.search(r"\d+% of blocks get another scale; largest code of those: \[3\.\]", by_text)
+    files = re.findall(r"^[0-9a-f]{16}  (\w+)  (\S+)$", by_text, re.M)
+    assert {word for word, _ in files} == {"same"}
+    assert {name for _, name in files} >= {"config.json", "tiktoken.model", "tokenizer_config.json", shards.INDEX}
+    assert len([name for _, name in files if name.endswith(".safetensors")]) > 2
+    assert printed(code[-1]).split() == [
+        "language_model.model.layers.1.block_sparse_moe.experts.3.w2.weight_scale",
+    ]
+    plots = [cell for cell in code if "plt.show()" in cell.source]
+    assert len(plots) == 2
+    for cell in plots:
+        assert_drawn(cell, panels=3)
