@@ -377,7 +377,7 @@ class Plan:
             yield tensor.encode(*(source.value(param, tensor.index) for param in tensor.params))
             return
         for start in range(0, rows, step):
-            part = (*(slice(None),) * tensor.rows, slice(start, start + step))
+            part = (*(slice(None),) * tensor.rows, slice(start, min(start + step, rows)))
             yield tensor.encode(source.fetch(tensor.params[0], (*tensor.index, *part)))
 
     def _packed(self, s: Stored, source: Parameters) -> dict[str, np.ndarray]:

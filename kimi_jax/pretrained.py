@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,11 @@ from kimi_jax.ops.mx import QTensor
 
 
 def is_release(path: str | Path) -> bool:
-    """Whether a folder is a released directory, by its config and its tensors, or what is left of them."""
-    path = Path(path)
-    return (path / hf.CONFIG).is_file() and any(path.glob("*.safetensors*"))
+    """Whether a folder is a released directory, or what has been fetched of one: by its config.json."""
+    try:
+        return "model_type" in json.loads((Path(path) / hf.CONFIG).read_text())
+    except (OSError, ValueError):
+        return any(Path(path).glob("*.safetensors*"))
 
 
 def load(
@@ -74,11 +78,16 @@ def load(
     for name, like in arrays(template).items():
         value = params[name]
         if isinstance(value, QTensor) and not packed:
-            params[name] = jax.jit(lambda q, dtype=like.dtype: q.decode(dtype), out_shardings=like.sharding)(value)
+            params[name] = _decoder(jnp.dtype(like.dtype), like.sharding)(value)
         elif not isinstance(value, QTensor) and value.dtype != like.dtype:
             params[name] = value.astype(like.dtype)
     tokenizer = folder.parent / "tokenizer"
     return with_arrays(template, params), config, tokenizers.load(tokenizer) if tokenizer.is_dir() else None
+
+
+@lru_cache
+def _decoder(dtype: jnp.dtype, sharding):
+    return jax.jit(lambda packed: packed.decode(dtype), out_shardings=sharding)
 
 
 def check(path: str | Path, config: Config) -> None:

@@ -21,7 +21,8 @@ from kimi_jax.train import evaluate as evaluate_batches
 def load(path: str | Path, step: int | None = None) -> tuple[Kimi, Config, Tokenizer]:
     """Opens the checkpoint of a run, whatever mesh wrote it, on the current one: model, config and tokenizer.
 
-    The config is that of the checkpoint's step: with the experts' formats, where the run had reached them.
+    The config is that of the checkpoint's step: with the experts' formats, where the run had reached them. Routed
+    experts that are stored packed stay so.
 
     Args:
         path: folder of a run, of its checkpoints, of a converted model, or a released directory.
@@ -30,7 +31,7 @@ def load(path: str | Path, step: int | None = None) -> tuple[Kimi, Config, Token
     Raises:
         CheckpointError, ConfigError: there is none, or its arrays are not those of its config; it has no tokenizer.
     """
-    model, config, tokenizer = pretrained.load(path, step)
+    model, config, tokenizer = pretrained.load(path, step, packed=True)
     if tokenizer is None:
         raise ConfigError(f"{path} has no tokenizer; put the release's tiktoken.model or tokenizer.json there")
     return model, config, tokenizer

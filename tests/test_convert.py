@@ -131,8 +131,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_an_untouched_release_comes_back_byte_for_byte(name, releases, tmp_path):
+@pytest.mark.parametrize("block", [shards.BLOCK, 1000])
+def test_an_untouched_release_comes_back_byte_for_byte(name, block, releases, tmp_path, monkeypatch):
     source, converted = releases(name)
+    monkeypatch.setattr(shards, "BLOCK", block)
     convert(converted, tmp_path / "back", verify=True)
     assert files_of(tmp_path / "back") == files_of(source)
     assert not list(tmp_path.glob("*.partial")) and not list(converted.rglob("*.partial"))
@@ -201,7 +203,7 @@ def test_what_was_trained_is_exported_in_the_format_of_its_release(name, release
     before, after = read(source), read(tmp_path / "out")
     assert before.keys() == after.keys()
     changed = {key for key in before if before[key] != after[key]}
-    kinds = {"k3_mxfp4": "mxfp4", "k2_fp8": "fp8_block", "k25_int4": "int4"}
+    kinds: dict[str, mx.Kind] = {"k3_mxfp4": "mxfp4", "k2_fp8": "fp8_block", "k25_int4": "int4"}
     where = {tensor.name: tensor for tensor in hf.tensors(config, hf.ROOT if name.startswith("k25") else None)}
     moved_tensors = [tensor for tensor in where.values() if moved in tensor.params]
     assert all(any(key.startswith(tensor.name) for key in changed) for tensor in moved_tensors)
@@ -465,9 +467,16 @@ def test_converted_and_released_models_generate_and_evaluate(usable, tmp_path, c
     assert "bits per byte" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("source", ["converted", "release"])
-def test_a_run_begins_with_the_parameters_it_is_given(usable, tmp_path, source):
-    config = tiny.with_train(tiny.config(tmp_path, steps=1, sample_tokens=0), init_from=str(usable / source))
+def test_parameters_to_begin_with_are_in_the_runs_own_dtype(usable, tmp_path):
+    config = tiny.config(tmp_path)
+    for name, value in pretrained.parameters(usable / "converted", config).items():
+        assert value.dtype == jnp.float32
+        np.testing.assert_array_equal(value, pretrained.parameters(usable / "release", config)[name])
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_parameters_it_is_given(usable, tmp_path):
+    config = tiny.with_train(tiny.config(tmp_path, steps=1, sample_tokens=0), init_from=str(usable / "release"))
     config = replace(config, optim=replace(config.optim, learning_rate=1e-9, weight_decay=0.0, qk_clip=1e9))
     train.run(config)
     model, *_ = runs.load(tmp_path / "runs" / "run")
