@@ -1,14 +1,18 @@
 """Generation: batches of unequal prompts, stop tokens, sampling, and its errors."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kimi_jax.cache import init_cache
 from kimi_jax.config import ConfigError
-from kimi_jax.generate import _sample, generate, stream
+from kimi_jax.generate import _sample, decode, generate, stream
 from kimi_jax.layers.param import arrays, with_arrays
 from kimi_jax.model import init
+from kimi_jax.ops.mx import QTensor
 from tests import tiny
 
 COMPILE_QUICKLY = True
@@ -45,6 +49,25 @@ def test_greedy_equals_the_full_forward_pass(model, greedy):
 def test_a_batch_equals_each_prompt_alone(model, greedy):
     for prompt, out in zip(PROMPTS, greedy, strict=True):
         assert generate(model, [prompt], max_new_tokens=12) == [out]
+
+
+def test_experts_are_read_where_they_are():
+    """A step needs a few of them: the loop over layers copies no layer's experts, packed or not."""
+    moe = replace(tiny.MODEL.moe, num_experts=256, latent_size=64, hidden_size=64)
+    config = replace(tiny.MODEL, num_layers=4, mla_layers=(3,), attn_res_block_size=None, moe=moe)
+    model = init(config, 1)
+    experts = {name: w for name, w in arrays(model).items() if w.ndim == 5 and "mlp" in name}
+    packed = {name: QTensor.encode(w) for name, w in experts.items()}
+    decoded = {name: w.decode(jnp.float32) for name, w in packed.items()}
+    logits = []
+    for values, bytes_a_weight in ((decoded, 4), (packed, 17 / 32)):
+        model = with_arrays(model, arrays(model) | values)
+        cache, token = init_cache(config, 2, 64), jnp.array([5, 7])
+        step = decode.lower(model, cache, token).compile()
+        one_layer = 3 * 256 * 64 * 64 * bytes_a_weight
+        assert step.memory_analysis().temp_size_in_bytes < one_layer / 2
+        logits.append(step(model, cache, token)[1])
+    np.testing.assert_array_equal(*logits)
 
 
 def test_stop_tokens_end_a_row_and_not_its_neighbours(model, greedy):

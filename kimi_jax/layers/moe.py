@@ -13,6 +13,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.layers.kda import VECTOR
 from kimi_jax.layers.mlp import MATRIX, MLP, glu
 from kimi_jax.layers.param import Balanced, einsum, exact_dtype, normal, ones, param, zeros
+from kimi_jax.ops.experts import Stacked, expert_mlp
 from kimi_jax.ops.mx import QTensor, mxfp4_round, mxfp8_round
 from kimi_jax.ops.norm import rms_norm
 from kimi_jax.ops.routing import best_experts, document_balance_loss, expert_load, quantile_histogram, route
@@ -68,7 +69,9 @@ class MoE(nnx.Module):
         z = x if c.latent_size is None else einsum("btd,dz->btz", x, self.w_latent_down)
         experts = [w.get_value() for w in (self.w_gate, self.w_up, self.w_down)]
         w = experts[0]
-        if isinstance(w, QTensor):  # stored [e, f, z]
+        if isinstance(w, Stacked):  # there is no mesh
+            cut, rows = (None, None, None), ()
+        elif isinstance(w, QTensor):  # stored [e, f, z]
             cut, rows = [spec_of(w.packed)[axis] for axis in (0, 2, 1)], mesh_axes_of(z, w.packed)
         else:
             cut, rows = spec_of(w), mesh_axes_of(z, w)
@@ -136,6 +139,8 @@ class MoE(nnx.Module):
         if c.activation_format == "mxfp8":
             x = mxfp8_round(x)
             activation = lambda gate, up: mxfp8_round(glu(self.config, gate, up))  # noqa: E731
+        if isinstance(w_gate, Stacked):
+            return expert_mlp(x, indices, weights, w_gate, w_up, w_down, activation, backend="blocks").reshape(z.shape)
         y = expert_parallel_mlp(
             x,
             indices,

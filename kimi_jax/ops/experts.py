@@ -5,7 +5,9 @@ gathered back. Row movement is by gathers in both directions of differentiation,
 scatter-add, so two runs agree bit for bit.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -15,9 +17,48 @@ import numpy as np
 
 from kimi_jax.ops.mx import QTensor
 
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """One layer's matrices [e, ..], left in the array of all layers.
+
+    A loop over layers copies what it takes a slice of: all experts of a layer, where a step of generation needs few. To
+    the loop this is a pytree of `first` alone, sliced instead; the array stays outside. So it lives within one trace.
+    """
+
+    first: jax.Array
+    """Where the layer's matrices begin, int32; in front of the loop, of each layer."""
+    all: jax.Array | QTensor
+    """[layers * e, ..], without a gradient."""
+    num_experts: int
+
+    @classmethod
+    def of(cls, w: jax.Array | QTensor, stack: int) -> "Stacked":
+        """Of matrices [.., e, d, f] whose first `stack` axes are layers."""
+        *layers, e = w.shape[: stack + 1]
+        first = e * jnp.arange(math.prod(layers), dtype=jnp.int32).reshape(layers)
+        return cls(first, jax.tree.map(lambda a: a.reshape(-1, *a.shape[stack + 1 :]), w), e)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_experts, *self.all.shape[1:])
+
+    def __getitem__(self, expert: jax.Array) -> jax.Array | QTensor:
+        return self.all[self.first + expert]
+
+    def tree_flatten(self):
+        return (self.first,), self
+
+    @classmethod
+    def tree_unflatten(cls, outside: "Stacked", children):
+        return cls(children[0], outside.all, outside.num_experts)
+
+
 Backend = Literal["blocks", "ragged"]
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
-Matrices = Sequence[jax.Array | QTensor]  # w_gate and w_up [e, d, f], w_down [e, f, d]; packed ones take no gradient
+Matrices = Sequence[jax.Array | QTensor | Stacked]
+"""w_gate and w_up [e, d, f], w_down [e, f, d]; only arrays take a gradient."""
 
 
 class Layout(NamedTuple):
@@ -29,7 +70,7 @@ class Layout(NamedTuple):
     ends: jax.Array | None = None  # with blocks: [groups] where each group's blocks end; what follows is padding
 
 
-def vary_like(x: jax.Array, *like: jax.Array | QTensor) -> jax.Array:
+def vary_like(x: jax.Array, *like: jax.Array | QTensor | Stacked) -> jax.Array:
     """x, typed as varying over every mesh axis over which `like` varies: what a loop inside shard_map starts from."""
     axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves((x, like))))
     new = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
@@ -311,9 +352,9 @@ def expert_mlp(
     x: jax.Array,
     indices: jax.Array,
     weights: jax.Array,
-    w_gate: jax.Array | QTensor,
-    w_up: jax.Array | QTensor,
-    w_down: jax.Array | QTensor,
+    w_gate: jax.Array | QTensor | Stacked,
+    w_up: jax.Array | QTensor | Stacked,
+    w_down: jax.Array | QTensor | Stacked,
     activation: Activation,
     *,
     backend: Backend | None = None,
@@ -329,7 +370,7 @@ def expert_mlp(
       x: [n, d].
       indices: [n, k] integers in [0, e).
       weights: [n, k], at least float32.
-      w_gate, w_up: [e, d, f], as arrays or packed; packed ones take no gradient.
+      w_gate, w_up: [e, d, f], as arrays, packed, or with "blocks" `Stacked`; only arrays take a gradient.
       w_down: [e, f, d], likewise.
       activation: (gate [..., f], up [..., f]) -> [..., f]; with zeros it must be finite.
       backend: "blocks" pads each expert's rows to whole blocks and loops over those: for CPUs, where
@@ -356,6 +397,8 @@ def expert_mlp(
     pair, expert, sizes = sort_by_expert(indices, num_experts)
     layout = lay_out(pair, expert, jnp.arange(indices.size, dtype=jnp.int32), sizes, indices.shape, block)
     rows = dispatch(x, layout)
+    if isinstance(w_gate, Stacked):
+        return combine(grouped_mlp(rows, [(w_gate, w_up, w_down)], layout, activation, block), weights, layout)
     if backend == "blocks":
         rows = rows.reshape(-1, block, d)
         matmul = partial(_block_matmul, layout=layout)
