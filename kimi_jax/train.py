@@ -283,7 +283,8 @@ def _versions() -> tuple[str, str]:
 
 def _unnamed(config: Config) -> Config:
     """The config without what no compiled function depends on, so that runs in one process share them."""
-    return replace(config, name="any", data=replace(config.data, sources=(Source(),), validation=()))
+    data = replace(config.data, sources=(Source(),), validation=())
+    return replace(config, name="any", data=data, train=replace(config.train, qat_from_step=None))
 
 
 @lru_cache(maxsize=8)

@@ -134,7 +134,7 @@ class MoE(nnx.Module):
         c = self.config.moe
         x, indices, weights = (vary(a.reshape(-1, a.shape[-1]), axes) for a in (z, indices, weights))
         activation = partial(glu, self.config)
-        if c.weight_format == "mxfp4" and not isinstance(w_gate, QTensor):
+        if c.weight_format == "mxfp4" and isinstance(w_gate, jax.Array):
             w_gate, w_up, w_down = (mxfp4_round(w, axis=-2) for w in (w_gate, w_up, w_down))
         if c.activation_format == "mxfp8":
             x = mxfp8_round(x)
