@@ -123,7 +123,7 @@ def main():
         bound = 1.2 * largest + GIB
         sizes = f"{len(files)} files, {total / GIB:.2f} GiB, the largest {largest / GIB:.2f} GiB"
         print(f"{sizes}; bound on memory {bound / GIB:.2f} GiB", flush=True)
-        results = {"bytes": total, "largest": largest}
+        results: dict = {"bytes": total, "largest": largest}
         steps = [
             ("copy", "copy", source, root / "copy"),
             ("import", "plain", source, root / "converted"),
