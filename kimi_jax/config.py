@@ -550,6 +550,8 @@ class Slice:
     """Micro-batches of a step on this slice; None for those of `train`."""
     rules: Rules | None = None
     """None for those of the config."""
+    param_dtype: Dtype | None = None
+    """In which parameters are stored on this slice; None for that of `model`."""
 
     def __post_init__(self):
         _typed(self)
@@ -608,6 +610,7 @@ def on_slice(config: Config, topology: str) -> Config:
                 config,
                 mesh=known.mesh,
                 rules=known.rules or config.rules,
+                model=replace(config.model, param_dtype=known.param_dtype or config.model.param_dtype),
                 data=replace(config.data, batch_size=rows),
                 train=replace(config.train, accumulation=known.accumulation or config.train.accumulation),
             )

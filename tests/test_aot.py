@@ -160,8 +160,10 @@ def test_listed_slices_exist(kind):
 
 
 def test_a_slice_brings_its_mesh():
-    config = replace(TINY, slices=(Slice(topology="v5p:8x8x8", mesh=Mesh(fsdp=512)),))
-    assert on_slice(config, "v5p:8x8x8").mesh == Mesh(fsdp=512)
+    config = replace(TINY, slices=(Slice(topology="v5p:8x8x8", mesh=Mesh(fsdp=512), param_dtype="bfloat16"),))
+    placed = on_slice(config, "v5p:8x8x8")
+    assert placed.mesh == Mesh(fsdp=512) and placed.model.param_dtype == "bfloat16"
+    assert placed.data == config.data and placed.train == config.train
     assert on_slice(config, "v5p:4x4x4") == config
 
 
