@@ -175,7 +175,7 @@ def test_released_checkpoint_runs(run):
         *("hub", "converted", "exported", "changed"),
     }
     by_text = "\n".join(printed(cell) for cell in code)
-    assert by_text.count("4.25 bits a weight") == 12
+    assert by_text.count("4.25 bits a weight") == by_text.count("mxfp4") >= 3
     assert re.search(r"\d+% of blocks get another scale; largest code of those: \[3\.\]", by_text)
     files = re.findall(r"^[0-9a-f]{16}  (\w+)  (\S+)$", by_text, re.M)
     assert {word for word, _ in files} == {"same"}
