@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
@@ -158,12 +161,23 @@ def opened(folder: str | Path, **options):
         checkpoints.close()
 
 
-def open_arrays(folder: Path, step: int) -> dict[str, tensorstore.TensorStore]:
-    """The arrays of a checkpoint by their names, to be read in slices: `array[index].read().result()`."""
+@dataclass(frozen=True)
+class Stored:
+    """An array of a checkpoint, of which slices are read."""
+
+    shape: tuple[int, ...]
+    read: Callable[[tuple], np.ndarray]
+    """Numbers and slices, an axis each or for the first axes -> what lies there."""
+
+
+def open_arrays(folder: Path, step: int) -> dict[str, Stored]:
+    """The arrays of a checkpoint by their names."""
     root = folder / str(step) / ITEM
     stored = json.loads((root / METADATA).read_text())
-    pool = {"cache_pool": {"total_bytes_limit": 6 * CHUNK_BYTES}}
-    context = tensorstore.Context(pool)
+    names = [entry["key_metadata"][0]["key"] for entry in stored["tree_metadata"].values()]
+    if not stored["use_ocdbt"] and not stored["use_zarr3"]:  # of `SlicedCheckpoint`: chunks are read in place
+        return {name: _mapped(root / name) for name in names}
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 6 * CHUNK_BYTES}})
 
     def opened(name: str):
         kv: Any = {"driver": "file", "path": f"{root}/{name}/"}
@@ -172,9 +186,41 @@ def open_arrays(folder: Path, step: int) -> dict[str, tensorstore.TensorStore]:
         spec = {"driver": "zarr3" if stored["use_zarr3"] else "zarr", "kvstore": kv, "recheck_cached_data": "open"}
         return tensorstore.open(spec, open=True, read=True, context=context)
 
-    names = [entry["key_metadata"][0]["key"] for entry in stored["tree_metadata"].values()]
     opening = {name: opened(name) for name in names}
-    return {name: future.result() for name, future in opening.items()}
+    arrays = {name: future.result() for name, future in opening.items()}
+    return {
+        name: Stored(tuple(array.shape), lambda index, array=array: np.asarray(array[index].read().result()))
+        for name, array in arrays.items()
+    }
+
+
+def _mapped(folder: Path) -> Stored:
+    """An array of uncompressed chunks."""
+    about = json.loads((folder / ".zarray").read_text())
+    assert about["compressor"] is None, folder
+    shape, chunk, dtype = tuple(about["shape"]), tuple(about["chunks"]), jnp.dtype(about["dtype"])
+
+    def read(index: tuple) -> np.ndarray:
+        index = (*index, *[slice(None)] * (len(shape) - len(index)))
+        spans = [
+            range(size)[i if isinstance(i, slice) else slice(i, i + 1)] for i, size in zip(index, shape, strict=True)
+        ]
+        chunks = [range(span.start // part, -(-span.stop // part)) for span, part in zip(spans, chunk, strict=True)]
+        out = None
+        for at in itertools.product(*chunks):
+            data = np.asarray(np.memmap(folder / ".".join(map(str, at)), np.uint8, "r")).view(dtype).reshape(chunk)
+            ends = [(max(s.start, i * n), min(s.stop, (i + 1) * n)) for s, i, n in zip(spans, at, chunk, strict=True)]
+            data = data[tuple(slice(lo - i * n, hi - i * n) for (lo, hi), i, n in zip(ends, at, chunk, strict=True))]
+            if math.prod(map(len, chunks)) == 1:
+                out = data
+                break
+            if out is None:
+                out = np.empty([len(span) for span in spans], dtype)
+            out[tuple(slice(lo - s.start, hi - s.start) for (lo, hi), s in zip(ends, spans, strict=True))] = data
+        assert out is not None
+        return out.reshape([len(s) for s, i in zip(spans, index, strict=True) if isinstance(i, slice)])
+
+    return Stored(shape, read)
 
 
 class SlicedCheckpoint:

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from kimi_jax import checkpoint, hf, shards
 from kimi_jax.checkpoint import SlicedCheckpoint
-from kimi_jax.config import Config, ConfigError, ModelConfig, from_dict, to_dict
+from kimi_jax.config import Config, ConfigError, ModelConfig, at_step, from_dict, to_dict
 from kimi_jax.hf import CheckpointError
 from kimi_jax.layers.param import arrays
 from kimi_jax.model import Kimi
@@ -159,7 +159,7 @@ class _Exported:
             latest = checkpoints.latest
         assert latest is not None
         self.step = latest if step is None else step
-        self.config: ModelConfig = from_dict(Config, metadata["config"]).model
+        self.config: ModelConfig = at_step(from_dict(Config, metadata["config"]), self.step).model
         stored = checkpoint.open_arrays(self.folder, self.step)
         held = {name.removeprefix("params."): a for name, a in stored.items() if name.startswith("params.")}
         kinds = metadata.get("packed", {})
@@ -167,11 +167,11 @@ class _Exported:
         for name, like in arrays(Kimi(self.config)).items():
             leaves = [f"{name}.packed", f"{name}.scale"] if name in kinds else [name]
             problems += [f"missing: {leaf}" for leaf in leaves if leaf not in held]
-            if name in held and tuple(held[name].shape) != like.shape:
+            if name in held and held[name].shape != like.shape:
                 problems.append(f"shape: {name} is {list(held[name].shape)}, the config needs {list(like.shape)}")
         if problems:
             raise CheckpointError(f"{self.folder} does not hold the model of its config:\n  " + "\n  ".join(problems))
-        self.source = hf.Parameters(lambda leaf, index: np.asarray(held[leaf][index].read().result()), kinds)
+        self.source = hf.Parameters(lambda leaf, index: held[leaf].read(index), kinds)
         self.assets = self.folder.parent / ASSETS
         self.tokenizer = self.folder.parent / "tokenizer"
 
