@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -613,6 +613,28 @@ def _family_kind(config: ModelConfig, tensor: Tensor) -> Kind | None:
     return "mxfp4" if _is_nested(config) and ".experts." in tensor.name else None
 
 
+_MXFP8 = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "group",
+    "group_size": GROUP,
+    "symmetric": True,
+    "dynamic": True,
+    "scale_dtype": "torch.uint8",
+}
+"""How config.json says that inputs of the quantized products are rounded to MXFP8."""
+
+
+def _activation_format(file: Path, whole: dict) -> Literal["mxfp8"] | None:
+    """What the inputs of routed experts are rounded to: nothing in the released files, MXFP8 after our QAT."""
+    found = whole.get("quantization_config") or whole.get("text_config", {}).get("quantization_config") or {}
+    given = [group.get("input_activations") for group in found.get("config_groups", {}).values()]
+    for inputs in filter(None, given):
+        if any(inputs.get(key) != value for key, value in _MXFP8.items()):
+            raise CheckpointError(f"{file}: input_activations={inputs} are not supported, only {_MXFP8} or null")
+    return "mxfp8" if any(given) else None
+
+
 def _quantization_config(config: ModelConfig) -> dict | None:
     """What config.json says of the format of the family."""
     if _is_k2(config):
@@ -629,7 +651,7 @@ def _quantization_config(config: ModelConfig) -> dict | None:
         "format": "mxfp4-pack-quantized",
         "targets": ["Linear"],
         "weights": {**weights, "dynamic": False, "scale_dtype": "torch.uint8"},
-        "input_activations": None,
+        "input_activations": _MXFP8 if config.moe.activation_format == "mxfp8" else None,
         "output_activations": None,
     }
     kept = (
@@ -909,6 +931,7 @@ def read_config(path: str | Path) -> ModelConfig:
                 renormalize=text[names.get("moe_renormalize", "moe_renormalize")],
                 routed_scaling_factor=text["routed_scaling_factor"],
                 aux_loss_alpha=text.get("aux_loss_alpha") or 0.0,
+                activation_format=_activation_format(file, whole),
             ),
         )
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -88,7 +88,7 @@ def test_an_export_loads_to_what_was_trained(tmp_path):
     trained = np.asarray(logits(model, tokens_for()).astype(jnp.float32))
     for packed in (True, False):
         loaded, found = hf.load(tmp_path / "out", dtype=jnp.bfloat16, packed=packed)
-        loaded = with_arrays(Kimi(formats(found, weights=None)), arrays(loaded))
+        assert found.moe == formats(config, weights=None).moe
         np.testing.assert_array_equal(trained, logits(loaded, tokens_for()).astype(jnp.float32))
 
 
@@ -195,6 +195,18 @@ def test_the_switch_is_at_its_step_and_a_resumed_run_takes_it_too(tmp_path, monk
     resumed = train.run(killed)
     assert resumed["bits_per_byte"] == result["bits_per_byte"]
     assert losses(killed) == ours
+
+
+def test_a_config_json_says_how_activations_are_rounded(tmp_path):
+    hf.save(tmp_path / "out", init(WIDE, 0), WIDE, packed=True)
+    assert hf.read_config(tmp_path / "out").moe.activation_format is None
+    file = tmp_path / "out" / "config.json"
+    assert '"input_activations": null' in file.read_text()
+    file.write_text(file.read_text().replace('"input_activations": null', '"input_activations": {"num_bits": 4}'))
+    with pytest.raises(
+        hf.CheckpointError, match=r"input_activations=\{'num_bits': 4\} are not supported, only .* or null"
+    ):
+        hf.load(tmp_path / "out")
 
 
 def test_packed_shapes_allocate_nothing():

@@ -115,7 +115,7 @@ def _codes(magnitude: jax.Array, k: jax.Array, f: _Float, element: _Element) -> 
 
 
 def _values(code: jax.Array, negative: jax.Array, k: jax.Array, element: _Element, dtype) -> jax.Array:
-    """+-code 2^k in a dtype, exact wherever it holds the number; NaN where k is 128."""
+    """+-code 2^k in a dtype, exact wherever it holds the number; NaN where k is 128 and for codes above the largest."""
     dtype, f = jnp.dtype(dtype), _float_of(dtype)
     one = 1 << element.mantissa
     code, k = code.astype(f.bits), k.astype(f.bits)
@@ -127,7 +127,7 @@ def _values(code: jax.Array, negative: jax.Array, k: jax.Array, element: _Elemen
     bits = jnp.where((exponent < 1) | (digits == 0), subnormal, exponent << f.fraction | fraction)
     infinity = (2 * f.bias + 1) << f.fraction
     bits = jnp.where((exponent > 2 * f.bias) & (digits > 0), infinity, bits)
-    bits = jnp.where(k == 128, infinity | infinity >> 1, bits)
+    bits = jnp.where((k == 128) | (code > element.top), infinity | infinity >> 1, bits)
     bits |= jnp.where(negative, -(2 ** (f.bits.itemsize * 8 - 1)), 0).astype(f.bits)
     if dtype == jnp.bfloat16:  # a cast would flush subnormals; the upper half is the number, whose digits are few
         return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), dtype)

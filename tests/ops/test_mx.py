@@ -128,10 +128,8 @@ def test_golden_e4m3():
     every = data["e4m3_all_bytes"].view(jnp.float8_e4m3fn)[None]
     ones = np.full((1, 8), 127, np.uint8)
     finite = np.isfinite(data["e4m3_all_values"])
-    assert finite.sum() == 254
-    np.testing.assert_array_equal(
-        np.asarray(decode8(every, ones, jnp.float32))[0][finite], data["e4m3_all_values"][finite]
-    )
+    assert finite.sum() == 254  # the other two are NaN
+    np.testing.assert_array_equal(np.asarray(decode8(every, ones, jnp.float32))[0], data["e4m3_all_values"])
     # A block whose scale is 1, because 448 is in it: the cast, with saturation.
     x = np.stack([np.append(part, 448) for part in data["cast.x"].reshape(-1, 16)])
     x = np.pad(np.clip(x, -448, 448), [(0, 0), (0, 15)]).astype(np.float32)
