@@ -46,7 +46,7 @@ def logits(model, tokens):
     return model(tokens)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_rounded_packed_and_decoded_experts_give_the_same_bits(dtype):
     config = formats(replace(WIDE, dtype=dtype))
     model = init(config, 1)
@@ -146,12 +146,9 @@ parity.MODELS["qat"] = (
 
 @pytest.mark.parametrize(
     "mesh, accumulation, remat",
-    [
-        ("fsdp 2 expert 4", 1, "none"),
-        pytest.param("expert 2 tensor 2 seq 2", 1, "none", marks=pytest.mark.slow),
-        pytest.param("data 8", 4, "full", marks=pytest.mark.slow),
-    ],
+    [("fsdp 2 expert 4", 1, "none"), ("expert 2 tensor 2 seq 2", 1, "none"), ("data 8", 4, "full")],
 )
+@pytest.mark.slow
 def test_training_does_not_depend_on_the_mesh(mesh, accumulation, remat):
     parity.check("qat", mesh, accumulation, remat, x64=True)
 
