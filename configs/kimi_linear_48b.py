@@ -68,6 +68,6 @@ config = Config(
     slices=(
         Slice(topology="v6e:16x16", mesh=Mesh(fsdp=8, expert=32)),
         # 16 chips hold 500 GiB: parameters in bf16, and no second set of gradients to add up in.
-        Slice(topology="v6e:4x4", mesh=Mesh(expert=8, tensor=2), batch_size=8, accumulation=1, param_dtype="bfloat16"),
+        Slice(topology="v6e:4x4", mesh=Mesh(expert=16), batch_size=16, accumulation=1, param_dtype="bfloat16"),
     ),
 )
