@@ -6,9 +6,7 @@ K3 is trained so from supervised fine-tuning on (K3 report), for which the last 
 computes is what its packed export computes.
 """
 
-from dataclasses import replace
-
-from kimi_jax.config import load_config
+from kimi_jax.config import load_config, replace
 
 base = load_config("k3_tiny")
 

@@ -239,7 +239,7 @@ def test_shipped_configs_are_those_of_the_checkout():
     [
         ("k3_tinny", "no config named 'k3_tinny' (did you mean k3_tiny"),
         ("kimi_linear", "did you mean kimi_linear_"),
-        ("@", "there are k2_1t, k2_tiny, k3, k3_tiny, kimi_linear_48b"),
+        ("@", "there are k2_1t, k2_tiny, k3, k3_tiny, k3_tiny_qat, kimi_linear_48b"),
         ("", "no config named ''"),
         ("no/such/file.py", "no config file no/such/file.py"),
     ],
