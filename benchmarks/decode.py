@@ -171,16 +171,15 @@ def work(library: str, folder: Path) -> None:
 
 
 class Worker:
-    def __init__(self, library: str, folder: Path, cpus: list[int]):
-        count = str(len(cpus))
+    def __init__(self, library: str, folder: Path, num_threads: int):
+        count = str(num_threads)
         threads = {name: count for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", library, str(folder)],
+            [sys.executable, __file__, "--worker", library, str(folder), "--threads", count],
             env=os.environ | threads | {"JAX_PLATFORMS": "cpu"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, cpus),
         )
         assert self._line() == "ready", f"{library} did not start"
 
@@ -235,6 +234,8 @@ if __name__ == "__main__":
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
+        # Before any library counts the CPUs; and not by the parent between fork and exec, for JAX has threads there.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
         work(arguments.worker[0], Path(arguments.worker[1]))
         sys.exit()
     results = {}
@@ -244,9 +245,8 @@ if __name__ == "__main__":
             export(model, folder)
             config = json.loads((folder / "config.json").read_text())
             vocab = config.get("text_config", config)["vocab_size"]
-            cpus = sorted(os.sched_getaffinity(0))[: arguments.threads]
-            workers = {name: Worker(name, folder, cpus) for name in ("ours", *PEERS[model])}
-            print(f"{model}, {len(cpus)} threads, tokens a second; x: ours over the faster of the others")
+            workers = {name: Worker(name, folder, arguments.threads) for name in ("ours", *PEERS[model])}
+            print(f"{model}, {arguments.threads} threads, tokens a second; x: ours over the faster of the others")
             results[model] = []
             for length in arguments.lengths:
                 for batch in arguments.batches:
