@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from kimi_jax.layers.param import Muon
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEP_BYTES = 64 * 2**20
+STEP_BYTES = 256 * 2**20
 """Bytes of momentum, on one device, that are orthogonalised at once where a parameter's layers allow it; the
 temporary memory of an update is about six times that."""
 
