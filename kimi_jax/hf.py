@@ -131,7 +131,14 @@ def load(
 def _array(release: Release, leaf: str, shape, dtype, sharding) -> jax.Array:
     if sharding is None:
         return jnp.asarray(release.read(leaf, (slice(None),) * len(shape), dtype))
-    return jax.make_array_from_callback(shape, sharding, lambda index: release.read(leaf, index or (), dtype))
+    held: dict[str, np.ndarray] = {}
+
+    def read(index) -> np.ndarray:  # once for all devices that hold the same
+        if str(index) not in held:
+            held[str(index)] = release.read(leaf, index or (), dtype)
+        return held[str(index)]
+
+    return jax.make_array_from_callback(shape, sharding, read)
 
 
 def packed_shape(name: str, like, kind: Kind, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> QTensor:
@@ -256,25 +263,25 @@ class Release:
         return self.stored[next(iter(self._parts[tensor.name].values()))].kind
 
     def _decoded(self, tensor: Tensor, param: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """A slice of a layer's parameter out of a quantized tensor; of a plain matrix no more than its blocks."""
+        """A slice of a layer's parameter out of a quantized tensor, of which no more than its blocks are read."""
         packed, scale = (self.directory.read(self._parts[tensor.name][part]) for part in PARTS)
         kind = self._kind(tensor)
         assert kind is not None
-        if tensor.rows != 1:
-            return tensor.decode(unpack(packed, scale, kind, dtype))[tensor.params.index(param)][index]
         sides = (BLOCK, BLOCK) if kind == "fp8_block" else (1, GROUP)
-        wanted = [range(size)[s] for size, s in zip(tensor.shape, index[::-1], strict=True)]
-        first = [span.start // side for span, side in zip(wanted, sides, strict=True)]
-        last = [-(-span.stop // side) for span, side in zip(wanted, sides, strict=True)]
+        blocks = []
+        for axis, (size, side) in enumerate(zip(tensor.shape, sides, strict=True)):
+            # Codecs split and move axes, so that a slice has its first and last row and column at its corners.
+            numbers = np.broadcast_to(np.expand_dims(np.arange(size), 1 - axis), tensor.shape)
+            part = tensor.decode(numbers)[tensor.params.index(param)][index]
+            blocks.append(slice(part[(0,) * part.ndim] // side, part[(-1,) * part.ndim] // side + 1))
         entries = scale.shape[1] * sides[1] // packed.shape[1] if kind != "fp8_block" else 1
-        rows = slice(first[0] * sides[0], last[0] * sides[0])
-        cols = slice(first[1] * sides[1] // entries, last[1] * sides[1] // entries)
-        w = unpack(packed[rows, cols], scale[first[0] : last[0], first[1] : last[1]], kind, dtype)
-        inner = (
-            slice(span.start - start * side, span.stop - start * side)
-            for span, start, side in zip(wanted, first, sides, strict=True)
-        )
-        return w[tuple(inner)].T
+        rows, cols = (slice(b.start * side, b.stop * side) for b, side in zip(blocks, sides, strict=True))
+        w = unpack(packed[rows, cols.start // entries : cols.stop // entries], scale[tuple(blocks)], kind, dtype)
+        if w.shape != tensor.shape:
+            whole = np.empty(tensor.shape, dtype)  # memory that is not touched is none
+            _copy(whole[rows, cols], w)
+            w = whole
+        return tensor.decode(w)[tensor.params.index(param)][index]
 
 
 def _copy(out: np.ndarray, value: np.ndarray) -> None:
