@@ -345,7 +345,7 @@ def _lowered(config: Config, mesh, step: Step, rows: int | None):
         sizes = {
             "parameters": device_bytes(state.params),
             "optimizer": device_bytes(state.opt),
-            "gradients": device_bytes(state.params, at_least=4),
+            "gradients": device_bytes(state.params, at_least=4 if config.train.accumulation > 1 else 0),
             "batch": device_bytes(batch),
         }
         return train.training_step(config).lower(state, batch), sizes, flops.train(config)

@@ -116,8 +116,6 @@ def make_step(
             return loss + balance, {"loss": loss, "weight": weight, **aux}
 
         grads, sums = jax.grad(summed_loss, has_aux=True)(params)
-        # At least f32 before micro-batches are added up, whatever the parameters are stored in.
-        grads = {name: grad.astype(exact_dtype(grad.dtype)) for name, grad in grads.items()}
         return {"grads": grads, **sums}
 
     def pool(a, b):
@@ -133,6 +131,7 @@ def make_step(
         batch = {key: jnp.moveaxis(value.reshape(-1, parts, *value.shape[1:]), 1, 0) for key, value in batch.items()}
         shapes = jax.eval_shape(micro_sums, params, {key: value[0] for key, value in batch.items()}, per_token)
         zero = jax.tree.map(jnp.zeros_like, shapes)
+        zero["grads"] = _widened(zero["grads"])  # what micro-batches are added up in
         zero["max_logits"] = jnp.full_like(zero["max_logits"], -jnp.inf)
         add = lambda sums, micro: (pool(sums, micro_sums(params, micro, per_token)), None)  # noqa: E731
         return jax.lax.scan(add, zero, batch)[0]
@@ -156,12 +155,16 @@ def make_step(
         sums = batch_sums(state.params, batch)
         weight = jnp.maximum(sums["weight"], 1)
         loss = sums["loss"] / weight
-        grads = {name: grad / weight.astype(grad.dtype) for name, grad in sums["grads"].items()}
-        grad_norm = optax.tree.norm(grads)
+        # Divided and squared in at least f32, but kept as they are: gradients of bf16 parameters are as large as these.
+        grads = sums["grads"]
+        grads = {name: (wide / weight).astype(grads[name].dtype) for name, wide in _widened(grads).items()}
+        grad_norm = optax.tree.norm(_widened(grads))
         median = jnp.nanmedian(state.losses)
         spike = (state.step >= warmup) & (loss > median + config.train.spike_threshold)  # false while median is NaN
         accept = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & ~spike
 
+        # Widened after this: XLA would else do it to all gradients at once, while it takes their norm.
+        grads, accept = jax.lax.optimization_barrier((grads, accept))
         logits = sums["max_logits"]
         updates, opt = optimizer.update(grads, state.opt, state.params, max_logits=logits, accept=accept)
         params = balanced(optax.apply_updates(state.params, updates), sums)
@@ -211,6 +214,10 @@ def make_eval_step(config: Config) -> Callable[[dict[str, jax.Array], Batch], tu
         return model.loss(x, batch["targets"], batch["loss_weights"])
 
     return eval_step
+
+
+def _widened(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: value.astype(exact_dtype(value.dtype)) for name, value in values.items()}
 
 
 def _where(condition, new, old):
