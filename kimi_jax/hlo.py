@@ -20,7 +20,8 @@ _OPCODE = re.compile(r"\s([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<= ]*)\]")
 _COLLECTIVE = re.compile(rf"^({'|'.join(KINDS)})(-start)?$")
 _FOLLOWED = {"while", "fusion", "call", "conditional", "async-start", "custom-call"}
-_NEEDED = {"constant", "compare", "add", "tuple", "copy", "bitcast", "get-tuple-element", "parameter"}
+_COPIES = {"copy", "bitcast", "copy-start", "copy-done"}
+_NEEDED = {"constant", "compare", "add", "tuple", "get-tuple-element", "parameter"} | _COPIES
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def _trip_count(computations, outer: _Computation, loop: _Instruction, body: str
     place = int(re.search(r"index=(\d+)", index.attributes)[1])  # type: ignore[index]
     start = _constant(outer, _element(outer, loop.operands[0], place))
     inner_body = computations[body]
-    moved = inner_body.instructions.get(_element(inner_body, inner_body.root, place) or "")
+    moved = _source(inner_body, _element(inner_body, inner_body.root, place))
     if start is None or moved is None or moved.opcode != "add":
         return None
     step = next((value for name in moved.operands if (value := _constant(inner_body, name)) is not None), None)
@@ -251,18 +252,22 @@ def _trip_count(computations, outer: _Computation, loop: _Instruction, body: str
     return max(0, -(-(int(limit.operands[0]) - start) // step))
 
 
+def _source(computation: _Computation, name: str | None) -> _Instruction | None:
+    """The instruction that a value comes from, copies of it left out."""
+    each = computation.instructions.get(name or "")
+    while each is not None and each.opcode in _COPIES:
+        each = computation.instructions.get(each.operands[0])
+    return each
+
+
 def _element(computation: _Computation, name: str, place: int) -> str | None:
     """Name of an element of a tuple."""
-    each = computation.instructions.get(name)
-    while each is not None and each.opcode == "copy":
-        each = computation.instructions.get(each.operands[0])
+    each = _source(computation, name)
     return each.operands[place] if each is not None and each.opcode == "tuple" else None
 
 
 def _constant(computation: _Computation, name: str | None) -> int | None:
-    each = computation.instructions.get(name or "")
-    while each is not None and each.opcode in ("copy", "bitcast"):
-        each = computation.instructions.get(each.operands[0])
+    each = _source(computation, name)
     if each is None or each.opcode != "constant" or not re.fullmatch(r"-?\d+", each.operands[0]):
         return None
     return int(each.operands[0])

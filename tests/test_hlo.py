@@ -76,7 +76,10 @@ LOOP = """HloModule loop
   %next = s32[] add(%i, %two)
   %start = ((f32[2,4]{1,0}), f32[8,4]{1,0}) all-gather-start(%x), replica_groups=GROUPS, metadata={op_name="gather"}
   %done = f32[8,4]{1,0} all-gather-done(%start)
-  ROOT %t = (s32[], f32[8,4]) tuple(%next, %done)
+  %moving = (s32[], s32[], u32[]) copy-start(%next)
+  %moved = s32[] copy-done(%moving)
+  %kept = s32[] copy(%moved)
+  ROOT %t = (s32[], f32[8,4]) tuple(%kept, %done)
 }
 
 %condition.1 (p: (s32[], f32[8,4])) -> pred[] {
