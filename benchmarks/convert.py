@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kimi_jax import hf, shards
+from kimi_jax import hf, hf_config, shards
 from kimi_jax.config import load_config
 
 GIB = 2**30
@@ -64,7 +64,7 @@ def make(folder: Path, num_experts: int) -> None:
         data = (block for name, entry in written[file].entries.items() for block in blocks(rng, name, entry))
         shards.write(folder / file, written[file], data)
     (folder / shards.INDEX).write_text(shards.index_of(written))
-    (folder / hf.CONFIG).write_text(made.config)
+    (folder / hf_config.CONFIG).write_text(made.config)
 
 
 def drop_from_cache(folder: Path) -> None:

@@ -240,9 +240,9 @@ def inspect(argv: Sequence[str]) -> None:
         from kimi_jax import inspect as inspection
 
         if args.manifest:
-            from kimi_jax import hf
+            from kimi_jax import hf_names
 
-            print(*hf.manifest_lines(args.config.model), sep="\n")
+            print(*hf_names.manifest_lines(args.config.model), sep="\n")
             return
         print(inspection.optimizer_table(args.config) if args.optim else inspection.report(args.config))
 
@@ -294,7 +294,7 @@ class _plain_errors:
         pass
 
     def __exit__(self, kind, error, trace) -> None:
-        from kimi_jax.hf import CheckpointError
+        from kimi_jax.shards import CheckpointError
 
         if isinstance(error, ConfigError | CheckpointError):
             _fail(str(error))

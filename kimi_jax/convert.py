@@ -21,13 +21,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from kimi_jax import checkpoint, hf, shards
+from kimi_jax import checkpoint, hf, hf_config, shards
 from kimi_jax.checkpoint import SlicedCheckpoint
 from kimi_jax.config import Config, ConfigError, ModelConfig, at_step, from_dict, to_dict
-from kimi_jax.hf import CheckpointError
+from kimi_jax.data.tokenizer import RELEASED
 from kimi_jax.layers.param import arrays
 from kimi_jax.model import Kimi
 from kimi_jax.pretrained import config_for, is_release, release_tokenizer
+from kimi_jax.shards import CheckpointError
 
 ASSETS, HEADERS, CARRIED, FILES = "assets", "headers", "carried", "files"
 PLAN = "plan.sha256"
@@ -142,7 +143,7 @@ def _export(
             _copy(path, partial / name)
         if made.index is not None:
             _write(partial / shards.INDEX, made.index.encode())
-        _write(partial / hf.CONFIG, made.config.encode())
+        _write(partial / hf_config.CONFIG, made.config.encode())
         if verify:
             _verify(partial, made, exported.source, console)
     tensors = [entry for shard in made.files.values() for entry in shard.entries.values()]
@@ -195,9 +196,9 @@ class _Exported:
         folder = like if like is not None and is_release(like) else self._assets(like)
         if folder is None:
             ours = self.tokenizer.iterdir() if self.tokenizer.is_dir() else ()
-            return {path.name: path for path in ours if path.name in ("tiktoken.model", "tokenizer.json")}
+            return {path.name: path for path in ours if path.name in RELEASED}
         folder = folder / FILES if (folder / FILES).is_dir() else folder
-        return {name: folder / name for name in _other_files(folder) if name not in (hf.CONFIG, shards.INDEX)}
+        return {name: folder / name for name in _other_files(folder) if name not in (hf_config.CONFIG, shards.INDEX)}
 
     def _assets(self, like: Path | None) -> Path | None:
         if like is None:

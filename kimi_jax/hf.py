@@ -1,9 +1,7 @@
-"""Released checkpoints in and out: the only file that knows Hugging Face's names and PyTorch's layouts.
+"""Released checkpoints in and out: read in slices onto any mesh, planned, and written tensor by tensor.
 
-Three released layouts of one model, told apart by the config: K3 nests its text model (`language_model.` in front of
-names, `text_config` in config.json, `A_log` padded with zeros to `head_dim` entries); Kimi Linear does not, and stores
-`A_log` as `[1, 1, heads, 1]`; K2 has DeepSeek-V3's names. A linear weight is `[out, in]` there and `[in, out]` here,
-with heads as an axis. Channels that turn together are neighbours in both.
+What their tensors are called and how they lie is in `hf_names`, their config.json in `hf_config`, their files in
+`shards`.
 """
 
 from __future__ import annotations
@@ -15,74 +13,32 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kimi_jax import shards
-from kimi_jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPEConfig, Rules
-from kimi_jax.layers.param import arrays, declarations, named_params, place, with_arrays
-from kimi_jax.layout import segments
+from kimi_jax.config import ConfigError, ModelConfig, Rules
+from kimi_jax.hf_config import (
+    CONFIG,
+    check_quantization,
+    differences,
+    quantization_config,
+    read_config,
+    released_config,
+)
+from kimi_jax.hf_names import Stored, Tensor, manifest, match, stored
+from kimi_jax.layers.param import arrays, declarations, place, with_arrays
 from kimi_jax.model import Kimi
 from kimi_jax.ops.mx import BLOCK, GROUP, Kind, QTensor
 from kimi_jax.sharding import axes_of
 from kimi_jax.shards import DTYPES, INDEX, CheckpointError, Directory, Entry, Shard
 
-FLOAT32_NAMES = ("A_log", "dt_bias", "_conv1d.weight", "o_norm.weight", "e_score_correction_bias")
-"""Endings of the tensors that are stored as F32; all others are BF16."""
-NOT_TEXT = ("vision_tower.", "mm_projector.")
-"""Tensors of a multimodal checkpoint that the text model has no use for."""
-STRAY = ".rotary_emb.inv_freq"
-"""Ending of buffers in K2's files that follow from the config."""
-ROOT = "language_model."
-"""What a multimodal release puts in front of its text tensors' names."""
-PLAIN = ("F32", "BF16")
-"""Dtypes of tensors that are not quantized."""
 PARTS = ("packed", "scale")
 """Arrays of a `QTensor`."""
-CONFIG = "config.json"
 SHARD_BYTES = 5 * 2**30
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of the released model, whatever its encoding on disk, and where it lives in our tree."""
-
-    name: str
-    shape: tuple[int, ...]
-    params: tuple[str, ...]
-    """Paths of the parameters that it holds: one, or two for `kv_b_proj`."""
-    index: tuple[int, ...]
-    """Place in the stacked parameters."""
-    decode: Callable[[np.ndarray], tuple[np.ndarray, ...]]
-    """Released array -> a layer's parameters, as views."""
-    encode: Callable[..., np.ndarray]
-    rows: int | None
-    """Axis of the layer's parameter that runs along the first axis here; None where they mix."""
-
-    @property
-    def dtype(self) -> str:
-        return "F32" if self.name.endswith(FLOAT32_NAMES) else "BF16"
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of a file: a released tensor, or the part of one that is quantized."""
-
-    name: str
-    dtypes: tuple[str, ...]
-    """What it may be stored in; the family's own comes first."""
-    shape: tuple[int, ...]
-    tensor: Tensor
-    kind: Kind | None
-    part: str
-    """`packed` or `scale`, as in `QTensor`; `shape`; `plain` for one that is not quantized."""
-
-    @property
-    def entry(self) -> tuple[str, str, tuple[int, ...]]:
-        return self.name, self.dtypes[0], self.shape
 
 
 def load(
@@ -141,28 +97,38 @@ def _array(release: Release, leaf: str, shape, dtype, sharding) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, read)
 
 
-def packed_shape(name: str, like, kind: Kind, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> QTensor:
-    """A parameter's packed form: `packed` and `scale` of these shapes, cut over the mesh as the parameter is."""
-    parts = (
-        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_flipped(f"{name}.{part}", like.sharding, s.shape))
-        for part, s in shapes.items()
-    )
+def packed_shape(
+    name: str, like, kind: Kind, shapes: Mapping[str, jax.ShapeDtypeStruct], *, decoded: bool = False
+) -> QTensor:
+    """A parameter's packed form: `packed` and `scale` of these shapes, cut over the mesh as the parameter is.
+
+    Args:
+        name: path of the parameter.
+        like: its shape and sharding.
+        kind: its format.
+        shapes: of `packed` and `scale`.
+        decoded: it is to be decoded. An axis then stays whole where the mesh would cut through blocks.
+
+    Raises:
+        ConfigError: the mesh cuts through blocks, and the parameter is to stay packed.
+    """
+    sharding = like.sharding
+    if sharding is not None:
+        *lead, rows, cols = sharding.spec
+        flipped = [cols, rows]  # it is stored transposed
+        for part, s in shapes.items():
+            for at, (size, axes) in enumerate(zip(s.shape[-2:], (cols, rows), strict=True)):
+                ways = math.prod(sharding.mesh.shape[axis] for axis in axes_of(axes))
+                if size % ways:
+                    if not decoded:
+                        raise ConfigError(
+                            f"{name}.{part}: an axis of {size} blocks with a scale each does not divide over mesh axes "
+                            f"{' x '.join(axes_of(axes))} = {ways}; load it decoded, or choose another mesh"
+                        )
+                    flipped[at] = None
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*lead, *flipped))
+    parts = (jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in shapes.values())
     return QTensor(*parts, kind)  # type: ignore[arg-type]
-
-
-def _flipped(leaf: str, sharding, shape: tuple[int, ...]):
-    """A weight's sharding for an array of this shape, which is stored transposed."""
-    if sharding is None:
-        return None
-    *lead, rows, cols = sharding.spec
-    for size, part in zip(shape[-2:], (cols, rows), strict=True):
-        ways = math.prod(sharding.mesh.shape[axis] for axis in axes_of(part))
-        if size % ways:
-            raise ConfigError(
-                f"{leaf}: an axis of {size} blocks with a scale each does not divide over mesh axes "
-                f"{' x '.join(axes_of(part))} = {ways}; load it decoded, or choose another mesh"
-            )
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*lead, cols, rows))
 
 
 class Release:
@@ -182,7 +148,7 @@ class Release:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         config = read_config(path)
-        _check_quantization(self.path / CONFIG)
+        check_quantization(self.path / CONFIG)
         self.directory = Directory(path)
         entries = self.directory.entries
         self.stored = match(entries, config, path)
@@ -433,7 +399,7 @@ def plan(config: ModelConfig, *, packed: bool, max_shard_bytes: int = SHARD_BYTE
     files = shards.divide((s.entry for s in parts), max_shard_bytes)
     index = shards.index_of(files) if len(files) > 1 else None
     text = released_config(config)
-    if packed and (quantization := _quantization_config(config)) is not None:
+    if packed and (quantization := quantization_config(config)) is not None:
         (text.get("text_config") or text)["quantization_config"] = quantization
     return Plan(json.dumps(text, indent=2) + "\n", files, {s.name: s for s in parts}, index)
 
@@ -461,16 +427,6 @@ def plan_like(config: ModelConfig, files: dict[str, Shard], folder: str | Path, 
         raise CheckpointError(f"{folder} lacks the data of:\n  " + "\n  ".join(lost))
     index = (folder / INDEX).read_text() if (folder / INDEX).is_file() else None
     return Plan((folder / CONFIG).read_text(), files, found, index, original)
-
-
-def differences(theirs: dict, ours: dict) -> list[str]:
-    """Where two released configs differ, a line each."""
-    theirs, ours = (whole | whole.get("text_config", {}) for whole in (theirs, ours))
-    return [
-        f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
-        for key in sorted(theirs.keys() | ours.keys())
-        if theirs.get(key) != ours.get(key) and key != "text_config"
-    ]
 
 
 def save(
@@ -533,605 +489,3 @@ def check_disk(path: Path, needed: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise CheckpointError(f"{path} needs {needed:,} bytes and the disk has {free:,} free; choose another disk")
-
-
-def manifest(config: ModelConfig, *, packed: bool = True, root: str | None = None) -> Iterator[Stored]:
-    """Every tensor of the files that the model is exported to, without allocating any."""
-    for tensor in tensors(config, root):
-        yield from stored(tensor, _family_kind(config, tensor) if packed else None)
-
-
-def manifest_lines(config: ModelConfig, *, packed: bool = True) -> list[str]:
-    """`manifest` as sorted lines `name DTYPE AxB`."""
-    return sorted(f"{s.name} {s.dtypes[0]} {'x'.join(map(str, s.shape))}" for s in manifest(config, packed=packed))
-
-
-def stored(tensor: Tensor, kind: Kind | None) -> list[Stored]:
-    """What a tensor is on disk in a format."""
-    if kind is None:
-        return [Stored(tensor.name, (tensor.dtype, *PLAIN), tensor.shape, tensor, None, "plain")]
-    o, i = tensor.shape
-    parts: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
-        "mxfp4": {"packed": ("_packed", ("U8",), (o, i // 2)), "scale": ("_scale", ("U8",), (o, i // GROUP))},
-        "int4": {
-            "packed": ("_packed", ("I32",), (o, i // 8)),
-            "scale": ("_scale", ("BF16", "F16", "F32"), (o, i // GROUP)),
-            "shape": ("_shape", ("I64", "I32"), (2,)),
-        },
-        "fp8_block": {
-            "packed": ("", ("F8_E4M3",), (o, i)),
-            "scale": ("_scale_inv", ("F32",), (-(-o // BLOCK), -(-i // BLOCK))),
-        },
-    }[kind]
-    return [
-        Stored(tensor.name + ending, dtypes, shape, tensor, kind, part)
-        for part, (ending, dtypes, shape) in parts.items()
-    ]
-
-
-def _found_kind(entries: Mapping[str, Entry], name: str) -> Kind | None:
-    """The format in which a tensor lies in files, told by names and dtypes alone."""
-    if name + "_scale_inv" in entries or (name in entries and entries[name].dtype == "F8_E4M3"):
-        return "fp8_block"
-    packed = entries.get(name + "_packed")
-    if name + "_shape" in entries or (packed is not None and packed.dtype == "I32"):
-        return "int4"
-    return "mxfp4" if packed is not None or name + "_scale" in entries else None
-
-
-def match(entries: Mapping[str, Entry], config: ModelConfig, where: str | Path) -> dict[str, Stored]:
-    """Finds the model's tensors among those of files.
-
-    Raises:
-        CheckpointError: tensors that are missing, unexpected, or of another shape or dtype: all of them, by name.
-    """
-    root = ROOT if any(name.startswith(ROOT) for name in entries) else ""
-    found: dict[str, Stored] = {}
-    problems = []
-    for tensor in tensors(config, root):
-        kind = _found_kind(entries, tensor.name)
-        if kind is not None and len(tensor.shape) != 2:
-            problems.append(f"quantized: {tensor.name} {list(tensor.shape)} is no matrix")
-            kind = None
-        if kind in ("mxfp4", "int4") and tensor.shape[1] % GROUP:
-            problems.append(f"quantized: {tensor.name} has {tensor.shape[1]} columns, not a multiple of {GROUP}")
-        for s in stored(tensor, kind):
-            found[s.name] = s
-            entry = entries.get(s.name)
-            if entry is None:
-                problems.append(f"missing: {s.name} {list(s.shape)}")
-                continue
-            if entry.shape != s.shape:
-                problems.append(f"shape: {s.name} is {list(entry.shape)}, the config needs {list(s.shape)}")
-            if entry.dtype not in s.dtypes:
-                only = ", ".join(PLAIN if s.part == "plain" else s.dtypes)
-                problems.append(f"dtype: {s.name} is {entry.dtype}, only {only} can be loaded")
-    others = (name for name in sorted(entries.keys() - found.keys()) if not name.startswith(NOT_TEXT))
-    problems += [f"unexpected: {name} {list(entries[name].shape)}" for name in others if not name.endswith(STRAY)]
-    if problems:
-        raise CheckpointError(f"{where} does not hold the model of its config.json:\n  " + "\n  ".join(problems))
-    return found
-
-
-def _family_kind(config: ModelConfig, tensor: Tensor) -> Kind | None:
-    """The format in which the family releases a tensor."""
-    if _is_k2(config):
-        return "fp8_block" if "_proj" in tensor.name and len(tensor.shape) == 2 else None
-    return "mxfp4" if _is_nested(config) and ".experts." in tensor.name else None
-
-
-_MXFP8 = {
-    "num_bits": 8,
-    "type": "float",
-    "strategy": "group",
-    "group_size": GROUP,
-    "symmetric": True,
-    "dynamic": True,
-    "scale_dtype": "torch.uint8",
-}
-"""How config.json says that inputs of the quantized products are rounded to MXFP8."""
-
-
-def _activation_format(file: Path, whole: dict) -> Literal["mxfp8"] | None:
-    """What the inputs of routed experts are rounded to: nothing in the released files, MXFP8 after our QAT."""
-    found = whole.get("quantization_config") or whole.get("text_config", {}).get("quantization_config") or {}
-    given = [group.get("input_activations") for group in found.get("config_groups", {}).values()]
-    for inputs in filter(None, given):
-        if any(inputs.get(key) != value for key, value in _MXFP8.items()):
-            raise CheckpointError(f"{file}: input_activations={inputs} are not supported, only {_MXFP8} or null")
-    return "mxfp8" if any(given) else None
-
-
-def _quantization_config(config: ModelConfig) -> dict | None:
-    """What config.json says of the format of the family."""
-    if _is_k2(config):
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-        }
-    if not _is_nested(config):
-        return None
-    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": GROUP, "symmetric": True}
-    group = {
-        "format": "mxfp4-pack-quantized",
-        "targets": ["Linear"],
-        "weights": {**weights, "dynamic": False, "scale_dtype": "torch.uint8"},
-        "input_activations": _MXFP8 if config.moe.activation_format == "mxfp8" else None,
-        "output_activations": None,
-    }
-    kept = (
-        "self_attn",
-        "shared_experts",
-        r"mlp\.(gate|up|gate_up|down)_proj",
-        "lm_head",
-        "vision_tower",
-        "mm_projector",
-    )
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [f"re:.*{part}.*" for part in kept],
-        "kv_cache_scheme": None,
-    }
-
-
-def _check_quantization(file: Path) -> None:
-    """Refuses a config.json that describes a format that is not read here; which tensors have it, their names say."""
-    whole = json.loads(file.read_text())
-    found = whole.get("quantization_config") or whole.get("text_config", {}).get("quantization_config")
-    if found is None:
-        return
-    method, form = found.get("quant_method"), found.get("format")
-    if method == "fp8":
-        size = found.get("weight_block_size")
-        if size != [BLOCK, BLOCK]:
-            raise CheckpointError(f"{file}: weight_block_size={size} is not supported, only {[BLOCK, BLOCK]}")
-    elif method != "compressed-tensors":
-        raise CheckpointError(f"{file}: quant_method={method!r} is not supported, only 'compressed-tensors' and 'fp8'")
-    elif form not in ("mxfp4-pack-quantized", "pack-quantized"):
-        known = "'mxfp4-pack-quantized' and 'pack-quantized'"
-        raise CheckpointError(f"{file}: compressed-tensors of format {form!r} are not supported, only {known}")
-    for group in found.get("config_groups", {}).values():
-        size = (group.get("weights") or {}).get("group_size", GROUP)
-        if size != GROUP:
-            raise CheckpointError(f"{file}: group_size={size} is not supported, only {GROUP}")
-
-
-def tensors(config: ModelConfig, root: str | None = None) -> Iterator[Tensor]:
-    """Every tensor of the released model, without allocating any; `root` begins the names, by default the family's."""
-    ours = {name: variable.get_value().shape for name, variable in named_params(Kimi(config)).items()}
-    if root is None:
-        root = ROOT if _is_nested(config) else ""
-
-    def tensor(name: str, param: str | tuple[str, ...], kind: str = "matrix", index: tuple[int, ...] = ()) -> Tensor:
-        params = (param,) if isinstance(param, str) else param
-        shapes = [ours[p][len(index) :] for p in params]
-        shape, decode, encode = _CODECS[kind](config, shapes)
-        rows = {"same": 0, "matrix": 1}.get(kind) if len(shapes[0]) == 2 else None
-        return Tensor(root + name, shape, params, index, decode, encode, rows)
-
-    yield tensor("lm_head.weight", "head")
-    yield tensor("model.embed_tokens.weight", "embed", "same")
-    yield tensor("model.norm.weight", "norm.weight", "same")
-    if config.attn_res_block_size is not None:
-        yield tensor("model.output_attn_res_proj.weight", "output_mix.query", "row")
-        yield tensor("model.output_attn_res_norm.weight", "output_mix.norm", "same")
-    for i, segment in enumerate(segments(config)):
-        for j, run in enumerate(segment.runs):
-            experts = _K2_MOE if _is_k2(config) else _MOE
-            table = [*_BLOCK, *(_KDA if run.mixer == "kda" else _MLA), *(_DENSE if segment.dense else experts)]
-            base = f"segments.{i}.runs.{j}."
-            for (repeat, turn), layer in np.ndenumerate(segment.layers(j)):
-                for name, param, kind in table:
-                    params = tuple(base + p for p in param.split())
-                    if params[0] not in ours:
-                        continue  # a part that this config does not have
-                    index = (repeat, turn)
-                    if "{e}" not in name:
-                        yield tensor(f"model.layers.{layer}.{name}", params, kind, index)
-                        continue
-                    for expert in range(config.moe.num_experts):
-                        yield tensor(f"model.layers.{layer}.{name.format(e=expert)}", params, kind, (*index, expert))
-
-
-# Released name, our parameter(s), codec. An expert's tensors have its number in the name.
-_BLOCK = [
-    ("input_layernorm.weight", "attention_norm.weight", "same"),
-    ("post_attention_layernorm.weight", "mlp_norm.weight", "same"),
-    ("self_attention_res_proj.weight", "attention_mix.query", "row"),
-    ("self_attention_res_norm.weight", "attention_mix.norm", "same"),
-    ("mlp_res_proj.weight", "mlp_mix.query", "row"),
-    ("mlp_res_norm.weight", "mlp_mix.norm", "same"),
-]
-_KDA = [
-    ("self_attn.q_proj.weight", "attention.w_q", "matrix"),
-    ("self_attn.k_proj.weight", "attention.w_k", "matrix"),
-    ("self_attn.v_proj.weight", "attention.w_v", "matrix"),
-    ("self_attn.q_conv1d.weight", "attention.conv_q", "conv"),
-    ("self_attn.k_conv1d.weight", "attention.conv_k", "conv"),
-    ("self_attn.v_conv1d.weight", "attention.conv_v", "conv"),
-    ("self_attn.f_a_proj.weight", "attention.w_f_a", "matrix"),
-    ("self_attn.f_b_proj.weight", "attention.w_f_b", "matrix"),
-    ("self_attn.b_proj.weight", "attention.w_beta", "matrix"),
-    ("self_attn.A_log", "attention.A_log", "A_log"),
-    ("self_attn.dt_bias", "attention.dt_bias", "flat"),
-    ("self_attn.o_norm.weight", "attention.o_norm", "same"),
-    ("self_attn.g_proj.weight", "attention.w_g", "matrix"),
-    ("self_attn.g_a_proj.weight", "attention.w_g_a", "matrix"),
-    ("self_attn.g_b_proj.weight", "attention.w_g_b", "matrix"),
-    ("self_attn.o_proj.weight", "attention.w_o", "from_heads"),
-]
-_MLA = [
-    ("self_attn.q_proj.weight", "attention.w_q", "matrix"),
-    ("self_attn.q_a_proj.weight", "attention.w_q_a", "matrix"),
-    ("self_attn.q_a_layernorm.weight", "attention.q_norm", "same"),
-    ("self_attn.q_b_proj.weight", "attention.w_q_b", "matrix"),
-    ("self_attn.kv_a_proj_with_mqa.weight", "attention.w_kv_a", "matrix"),
-    ("self_attn.kv_a_layernorm.weight", "attention.kv_norm", "same"),
-    ("self_attn.kv_b_proj.weight", "attention.w_k_b attention.w_v_b", "kv_b"),
-    ("self_attn.g_proj.weight", "attention.w_g", "matrix"),
-    ("self_attn.o_proj.weight", "attention.w_o", "from_heads"),
-]
-_DENSE = [
-    ("mlp.gate_proj.weight", "mlp.w_gate", "matrix"),
-    ("mlp.up_proj.weight", "mlp.w_up", "matrix"),
-    ("mlp.down_proj.weight", "mlp.w_down", "matrix"),
-]
-_MOE = [
-    ("block_sparse_moe.gate.weight", "mlp.w_router", "matrix"),
-    ("block_sparse_moe.gate.e_score_correction_bias", "mlp.router_bias", "same"),
-    ("block_sparse_moe.routed_expert_down_proj.weight", "mlp.w_latent_down", "matrix"),
-    ("block_sparse_moe.routed_expert_up_proj.weight", "mlp.w_latent_up", "matrix"),
-    ("block_sparse_moe.routed_expert_norm.weight", "mlp.latent_norm", "same"),
-    ("block_sparse_moe.shared_experts.gate_proj.weight", "mlp.shared.w_gate", "matrix"),
-    ("block_sparse_moe.shared_experts.up_proj.weight", "mlp.shared.w_up", "matrix"),
-    ("block_sparse_moe.shared_experts.down_proj.weight", "mlp.shared.w_down", "matrix"),
-    ("block_sparse_moe.experts.{e}.w1.weight", "mlp.w_gate", "matrix"),
-    ("block_sparse_moe.experts.{e}.w3.weight", "mlp.w_up", "matrix"),
-    ("block_sparse_moe.experts.{e}.w2.weight", "mlp.w_down", "matrix"),
-]
-_K2_MOE = [
-    ("mlp.gate.weight", "mlp.w_router", "matrix"),
-    ("mlp.gate.e_score_correction_bias", "mlp.router_bias", "same"),
-    ("mlp.shared_experts.gate_proj.weight", "mlp.shared.w_gate", "matrix"),
-    ("mlp.shared_experts.up_proj.weight", "mlp.shared.w_up", "matrix"),
-    ("mlp.shared_experts.down_proj.weight", "mlp.shared.w_down", "matrix"),
-    ("mlp.experts.{e}.gate_proj.weight", "mlp.w_gate", "matrix"),
-    ("mlp.experts.{e}.up_proj.weight", "mlp.w_up", "matrix"),
-    ("mlp.experts.{e}.down_proj.weight", "mlp.w_down", "matrix"),
-]
-
-
-def _matrix(num_in: int):
-    """`[in.., out..]` here, `[out, in]` there."""
-
-    def codec(config, shapes):
-        (shape,) = shapes
-        rows, cols = math.prod(shape[:num_in]), math.prod(shape[num_in:])
-        return (cols, rows), lambda w: (w.T.reshape(shape),), lambda a: a.reshape(rows, -1).T
-
-    return codec
-
-
-def _reshaped(released: Callable[[tuple[int, ...]], tuple[int, ...]]):
-    """The same numbers in the same order under another shape."""
-
-    def codec(config, shapes):
-        (shape,) = shapes
-        there = released(shape)
-        return there, lambda w: (w.reshape(shape),), lambda a: a if there == shape else a.reshape(there)
-
-    return codec
-
-
-def _kv_b(config, shapes):
-    """Per head, the rows of W_k_b and then those of W_v_b."""
-    (r, h, k), (_, _, v) = shapes
-
-    def decode(w):
-        return tuple(np.split(w.reshape(h, k + v, r).transpose(2, 0, 1), [k], axis=-1))
-
-    def encode(w_k, w_v):
-        return np.concatenate([w_k, w_v], axis=-1).transpose(1, 2, 0).reshape(h * (k + v), r)
-
-    return (h * (k + v), r), decode, encode
-
-
-def _a_log(config, shapes):
-    """One number a head: K3 pads with zeros to `head_dim` entries, Kimi Linear stores `[1, 1, heads, 1]`."""
-    ((h,),) = shapes
-    if not _is_nested(config):
-        return (1, 1, h, 1), lambda w: (w.reshape(h),), lambda a: a.reshape(1, 1, h, 1)
-    size = max(h, config.kda.head_dim)
-
-    def decode(w):
-        if np.any(w[h:]):
-            raise CheckpointError(f"A_log has {np.count_nonzero(w[h:])} non-zero entries past its {h} heads")
-        return (w[:h],)
-
-    return (size,), decode, lambda a: np.pad(a, (0, size - h))
-
-
-_CODECS = {
-    "same": _reshaped(lambda shape: shape),
-    "row": _reshaped(lambda shape: (1, *shape)),
-    "flat": _reshaped(lambda shape: (math.prod(shape),)),
-    "conv": _reshaped(lambda shape: (math.prod(shape[:-1]), 1, shape[-1])),
-    "matrix": _matrix(1),
-    "from_heads": _matrix(2),
-    "kv_b": _kv_b,
-    "A_log": _a_log,
-}
-
-
-def _is_nested(config: ModelConfig) -> bool:
-    """K3's layout. Attention Residuals are what only K3 has; the model types of both releases are the same."""
-    return config.attn_res_block_size is not None
-
-
-def _is_k2(config: ModelConfig) -> bool:
-    """K2's layout. Of the family only K2 has rotary positions."""
-    return config.mla.rope is not None
-
-
-def read_config(path: str | Path) -> ModelConfig:
-    """The model that a released config.json describes.
-
-    Raises:
-        ConfigError: a missing key, or a value that this family's code does not implement, with the key.
-    """
-    file = Path(path) / CONFIG
-    if not file.is_file():
-        raise CheckpointError(f"{path} has no {CONFIG}")
-    try:
-        whole = json.loads(file.read_text())
-        text = whole.get("text_config", whole)
-        rotary = "n_routed_experts" in text  # K2, and nobody else in the family
-        names, fixed = (_K2_NAMES, _K2_FIXED) if rotary else ({}, _FIXED)
-        for key, value in fixed.items():
-            key = names.get(key, key)
-            if text.get(key, value) != value:
-                raise ConfigError(f"{file}: {key}={text[key]!r} is not supported, only {value!r}")
-        layers = text["num_hidden_layers"]
-        mla, kda = (list(range(layers)), None) if rotary else _linear_attention(file, text)
-        tokens = text | whole
-        situ = {"situ": True, "silu": False}[text["hidden_act"]]
-        return ModelConfig(
-            vocab_size=text["vocab_size"],
-            hidden_size=text["hidden_size"],
-            num_layers=layers,
-            mla_layers=tuple(sorted(mla)),
-            num_dense_layers=text["first_k_dense_replace"],
-            dense_hidden_size=text["intermediate_size"],
-            situ_beta=text["activation_situ_beta"] if situ else None,
-            situ_linear_beta=text["activation_situ_linear_beta"] if situ else None,
-            attn_res_block_size=text.get("attn_res_block_size"),
-            rms_norm_eps=text["rms_norm_eps"],
-            initializer_range=text["initializer_range"],
-            max_position_embeddings=text.get("max_position_embeddings") or text["model_max_length"],
-            bos_token_id=tokens["bos_token_id"],
-            eos_token_id=tokens["eos_token_id"],
-            # K2's file may leave it out; [PAD] is its tokenizer's last id.
-            pad_token_id=tokens.get("pad_token_id", text["vocab_size"] - 1) if rotary else tokens["pad_token_id"],
-            kda=kda,
-            mla=MLAConfig(
-                num_heads=text["num_attention_heads"],
-                q_lora_rank=text["q_lora_rank"],
-                kv_lora_rank=text["kv_lora_rank"],
-                qk_nope_head_dim=text["qk_nope_head_dim"],
-                qk_rope_head_dim=text["qk_rope_head_dim"],
-                v_head_dim=text["v_head_dim"],
-                output_gate=bool(text.get("mla_use_output_gate")),
-                rope=_rope(file, text) if rotary else None,
-            ),
-            moe=MoEConfig(
-                num_experts=text[names.get("num_experts", "num_experts")],
-                experts_per_token=text[names.get("num_experts_per_token", "num_experts_per_token")],
-                num_shared_experts=text[names.get("num_shared_experts", "num_shared_experts")],
-                hidden_size=text["moe_intermediate_size"],
-                latent_size=text.get("routed_expert_hidden_size"),
-                latent_norm=bool(text.get("latent_moe_use_norm")),
-                renormalize=text[names.get("moe_renormalize", "moe_renormalize")],
-                routed_scaling_factor=text["routed_scaling_factor"],
-                aux_loss_alpha=text.get("aux_loss_alpha") or 0.0,
-                activation_format=_activation_format(file, whole),
-            ),
-        )
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    except KeyError as error:
-        raise ConfigError(f"{file} lacks or has an unknown value for {error}") from error
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} has a value of the wrong kind: {error}") from error
-
-
-def _linear_attention(file: Path, text: dict) -> tuple[list[int], KDAConfig]:
-    """The 0-based MLA layers, and the settings of all others."""
-    linear, layers = text["linear_attn_config"], text["num_hidden_layers"]
-    mla = [layer - 1 for layer in linear["full_attn_layers"]]
-    if sorted([*mla, *(layer - 1 for layer in linear["kda_layers"])]) != list(range(layers)):
-        raise ConfigError(f"{file}: full_attn_layers and kda_layers must name each of 1..{layers} once")
-    return mla, KDAConfig(
-        num_heads=linear["num_heads"],
-        head_dim=linear["head_dim"],
-        conv_size=linear["short_conv_kernel_size"],
-        gate_lower_bound=linear.get("gate_lower_bound"),
-        full_rank_gate=bool(linear.get("use_full_rank_gate")),
-    )
-
-
-def _rope(file: Path, text: dict) -> RoPEConfig:
-    scaling = text.get("rope_scaling")
-    if scaling is None:
-        return RoPEConfig(theta=text["rope_theta"])
-    kind = scaling.get("type", scaling.get("rope_type"))
-    if kind != "yarn":
-        raise ConfigError(f"{file}: rope_scaling of type {kind!r} is not supported, only 'yarn'")
-    mscale = scaling["mscale_all_dim"]
-    if scaling["mscale"] != mscale:  # else their ratio would scale the rotated channels
-        raise ConfigError(f"{file}: mscale={scaling['mscale']} is not supported beside mscale_all_dim={mscale}")
-    return RoPEConfig(
-        theta=text["rope_theta"],
-        factor=scaling["factor"],
-        original_max_position_embeddings=scaling["original_max_position_embeddings"],
-        beta_fast=scaling["beta_fast"],
-        beta_slow=scaling["beta_slow"],
-        mscale=mscale,
-    )
-
-
-_FIXED = {
-    "mla_use_nope": True,
-    "moe_router_activation_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
-}
-"""What K3 and Kimi Linear have in common."""
-_K2_NAMES = {
-    "num_experts": "n_routed_experts",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-    "moe_renormalize": "norm_topk_prob",
-    "moe_router_activation_func": "scoring_func",
-    "num_expert_group": "n_group",
-}
-"""What K2 calls the settings of the others."""
-_K2_FIXED = {key: value for key, value in _FIXED.items() if key != "mla_use_nope"} | {
-    "seq_aux": True,
-    "attention_bias": False,
-    "hidden_act": "silu",
-}
-
-
-def released_config(config: ModelConfig) -> dict:
-    """The config.json of the released layout."""
-    if _is_k2(config):
-        return _k2_config(config)
-    kda, mla, moe = config.kda, config.mla, config.moe
-    assert kda is not None
-    tokens = {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": config.pad_token_id,
-    }
-    linear = {
-        "full_attn_layers": [layer + 1 for layer in config.mla_layers],
-        "kda_layers": [layer + 1 for layer in config.kda_layers],
-        "num_heads": kda.num_heads,
-        "head_dim": kda.head_dim,
-        "short_conv_kernel_size": kda.conv_size,
-    }
-    if kda.full_rank_gate:
-        linear["use_full_rank_gate"] = True
-    if kda.gate_lower_bound is not None:
-        linear["gate_lower_bound"] = kda.gate_lower_bound
-    text = {
-        "model_type": "kimi_linear",
-        "architectures": ["KimiLinearForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.dense_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": mla.num_heads,
-        "num_key_value_heads": mla.num_heads,
-        "hidden_act": "silu" if config.situ_beta is None else "situ",
-        "initializer_range": config.initializer_range,
-        "rms_norm_eps": config.rms_norm_eps,
-        **tokens,
-        **_FIXED,
-        "moe_intermediate_size": moe.hidden_size,
-        "moe_renormalize": moe.renormalize,
-        "num_experts": moe.num_experts,
-        "num_experts_per_token": moe.experts_per_token,
-        "num_shared_experts": moe.num_shared_experts,
-        "routed_scaling_factor": moe.routed_scaling_factor,
-        "first_k_dense_replace": config.num_dense_layers,
-        "use_grouped_topk": True,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "linear_attn_config": linear,
-        "dtype": "bfloat16",
-    }
-    optional = {
-        "mla_use_output_gate": mla.output_gate or None,
-        "attn_res_block_size": config.attn_res_block_size,
-        "latent_moe_use_norm": moe.latent_norm or None,
-        "routed_expert_hidden_size": moe.latent_size,
-        "activation_situ_beta": config.situ_beta,
-    }
-    text |= {key: value for key, value in optional.items() if value is not None}
-    if config.situ_beta is not None:
-        text["activation_situ_linear_beta"] = config.situ_linear_beta  # null: no cap
-    if not _is_nested(config):
-        # Unused by the architecture, but the release has them and readers of it demand them.
-        unused = {"head_dim": config.hidden_size // mla.num_heads, "rope_theta": 10000.0, "rope_scaling": None}
-        return {**text, **unused, "model_max_length": config.max_position_embeddings}
-    return {
-        "model_type": "kimi_k3",
-        "architectures": ["KimiK3ForConditionalGeneration"],
-        **tokens,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "text_config": {**text, "max_position_embeddings": config.max_position_embeddings},
-    }
-
-
-def _k2_config(config: ModelConfig) -> dict:
-    """`released_config` of K2: DeepSeek-V3's keys."""
-    mla, moe, rope = config.mla, config.moe, config.mla.rope
-    assert rope is not None
-    shared = {
-        "num_experts": moe.num_experts,
-        "num_experts_per_token": moe.experts_per_token,
-        "num_shared_experts": moe.num_shared_experts,
-        "moe_renormalize": moe.renormalize,
-        **_K2_FIXED,
-    }
-    return {
-        "model_type": "kimi_k2",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.dense_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": mla.num_heads,
-        "num_key_value_heads": mla.num_heads,
-        "first_k_dense_replace": config.num_dense_layers,
-        "moe_intermediate_size": moe.hidden_size,
-        **{_K2_NAMES.get(key, key): value for key, value in shared.items()},
-        "routed_scaling_factor": moe.routed_scaling_factor,
-        "aux_loss_alpha": moe.aux_loss_alpha,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "rope_theta": rope.theta,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": rope.factor,
-            "original_max_position_embeddings": rope.original_max_position_embeddings,
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "mscale": rope.mscale,
-            "mscale_all_dim": rope.mscale,
-        },
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "initializer_range": config.initializer_range,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": config.pad_token_id,
-        "dtype": "bfloat16",
-    }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from kimi_jax import hf, sharding
+from kimi_jax import hf_names, sharding
 from kimi_jax.cache import KDACache, MLACache, init_cache
 from kimi_jax.checkpoint import host_bytes
 from kimi_jax.config import Config, ModelConfig
@@ -88,7 +88,7 @@ def counts(config: ModelConfig) -> Counts:
     runs = [run for segment in cache.runs for run in segment]
     return Counts(
         total=total,
-        stored=sum(math.prod(tensor.shape) for tensor in hf.tensors(config)),
+        stored=sum(math.prod(tensor.shape) for tensor in hf_names.tensors(config)),
         active=total - embed - routed + routed * config.moe.experts_per_token // config.moe.num_experts,
         kda_state_bytes=host_bytes([run.state for run in runs if isinstance(run, KDACache)]),
         mla_bytes_per_token=host_bytes([run.latent for run in runs if isinstance(run, MLACache)]),

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kimi_jax import checkpoint, hf
+from kimi_jax import checkpoint, hf, hf_config
 from kimi_jax.config import (
     Config,
     ConfigError,
@@ -28,12 +28,13 @@ from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.layers.param import arrays, place, with_arrays
 from kimi_jax.model import Kimi
 from kimi_jax.ops.mx import QTensor
+from kimi_jax.sharding import relay
 
 
 def is_release(path: str | Path) -> bool:
     """Whether a folder is a released directory, or what has been fetched of one: by its config.json."""
     try:
-        return "model_type" in json.loads((Path(path) / hf.CONFIG).read_text())
+        return "model_type" in json.loads((Path(path) / hf_config.CONFIG).read_text())
     except (OSError, ValueError):
         return any(Path(path).glob("*.safetensors*"))
 
@@ -69,7 +70,7 @@ def load(
         for name, kind in metadata.get("packed", {}).items():
             stored = checkpoints.shapes(step)
             parts = {part: stored[f"params.{name}.{part}"] for part in hf.PARTS}
-            held[name] = hf.packed_shape(name, held[name], kind, parts)
+            held[name] = hf.packed_shape(name, held[name], kind, parts, decoded=not packed)
         params = checkpoints.restore({"params": held}, step)["params"]
     if dtype is not None:
         dtype = jnp.dtype(dtype).name
@@ -87,7 +88,11 @@ def load(
 
 @lru_cache
 def _decoder(dtype: jnp.dtype, sharding):
-    return jax.jit(lambda packed: packed.decode(dtype), out_shardings=sharding)
+    def decode(packed: QTensor) -> jax.Array:
+        w = packed.decode(dtype)
+        return w if sharding is None else relay(w, sharding.spec)
+
+    return jax.jit(decode, out_shardings=sharding)
 
 
 def check(path: str | Path, config: Config) -> None:
@@ -101,9 +106,9 @@ def check(path: str | Path, config: Config) -> None:
     else:
         with checkpoint.opened(checkpoint.find(path)) as checkpoints:
             found = from_dict(Config, checkpoints.metadata()["config"]).model
-    theirs, ours = hf.released_config(found), hf.released_config(config.model)
+    theirs, ours = hf_config.released_config(found), hf_config.released_config(config.model)
     if theirs != ours:
-        lines = hf.differences(theirs, ours)
+        lines = hf_config.differences(theirs, ours)
         raise ConfigError(f"train.init_from={str(path)!r} is another model than the config's:\n  " + "\n  ".join(lines))
 
 
@@ -114,7 +119,7 @@ def parameters(path: str | Path, config: Config) -> dict[str, jax.Array]:
 
 def release_tokenizer(path: Path, model: ModelConfig) -> Tokenizer | None:
     """The tokenizer of a released directory, if it has one that is known here."""
-    if not any((path / name).is_file() for name in ("tiktoken.model", "tokenizer.json")):
+    if not any((path / name).is_file() for name in tokenizers.RELEASED):
         return None
     found = tokenizers.load(path)
     tokenizers.check(found, model)

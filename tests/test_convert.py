@@ -15,14 +15,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kimi_jax import checkpoint, cli, hf, pretrained, runs, sharding, shards, train
+from kimi_jax import checkpoint, cli, hf, hf_config, hf_names, pretrained, runs, sharding, shards, train
 from kimi_jax.config import ConfigError, Mesh, to_dict
 from kimi_jax.convert import convert
 from kimi_jax.data.tokenizer import ByteTokenizer
-from kimi_jax.hf import CheckpointError
 from kimi_jax.layers.param import arrays
 from kimi_jax.model import init
 from kimi_jax.ops import mx
+from kimi_jax.shards import CheckpointError
 from tests import tiny
 from tests.test_hf import GOLDEN, mxfp4_directory, read, read_file
 
@@ -68,7 +68,7 @@ def kimi_linear(folder: Path) -> Path:
 
 def k2_fp8(folder: Path) -> Path:
     """K2 in block-FP8 with ragged edges, several files, and scales that no encoder of ours would choose."""
-    config = replace(hf.read_config(GOLDEN / "k2_tiny"), dense_hidden_size=160)
+    config = replace(hf_config.read_config(GOLDEN / "k2_tiny"), dense_hidden_size=160)
     hf.save(folder, init(config, 3), config, packed=True, max_shard_bytes=100_000)
     rng = np.random.default_rng(0)
     for file in sorted(folder.glob("*.safetensors")):
@@ -100,11 +100,11 @@ def k25_int4(folder: Path) -> Path:
         found[name + "_scale"] = rng.uniform(0.001, 0.01, (o, i // 32)).astype(ml_dtypes.bfloat16)
         found[name + "_shape"] = np.array([o, i], np.int64)
     save_tensors(found, folder / shards.SINGLE)
-    text = json.loads((GOLDEN / "k2_tiny" / hf.CONFIG).read_text())
+    text = json.loads((GOLDEN / "k2_tiny" / hf_config.CONFIG).read_text())
     groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "symmetric": True, "type": "int"}}}
     text["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     text["quantization_config"]["config_groups"] = groups
-    (folder / hf.CONFIG).write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    (folder / hf_config.CONFIG).write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
     return folder
 
 
@@ -204,7 +204,9 @@ def test_what_was_trained_is_exported_in_the_format_of_its_release(name, release
     assert before.keys() == after.keys()
     changed = {key for key in before if before[key] != after[key]}
     kinds: dict[str, mx.Kind] = {"k3_mxfp4": "mxfp4", "k2_fp8": "fp8_block", "k25_int4": "int4"}
-    where = {tensor.name: tensor for tensor in hf.tensors(config, hf.ROOT if name.startswith("k25") else None)}
+    where = {
+        tensor.name: tensor for tensor in hf_names.tensors(config, hf_names.ROOT if name.startswith("k25") else None)
+    }
     moved_tensors = [tensor for tensor in where.values() if moved in tensor.params]
     assert all(any(key.startswith(tensor.name) for key in changed) for tensor in moved_tensors)
     if name in ("k3_mxfp4", "kimi_linear"):  # formats whose encoder finds every code again
@@ -215,7 +217,7 @@ def test_what_was_trained_is_exported_in_the_format_of_its_release(name, release
         assert after[tensor.name][2] == w.astype(ml_dtypes.bfloat16).tobytes()
     else:
         parts = hf.pack(w, kinds[name])
-        for s in hf.stored(tensor, kinds[name]):
+        for s in hf_names.stored(tensor, kinds[name]):
             if s.part in parts:
                 assert after[s.name][2] == parts[s.part].tobytes(), s.name
     loaded, _ = hf.load(tmp_path / "out")
@@ -232,7 +234,7 @@ def test_a_run_is_exported_in_the_format_of_its_family(name, tmp_path):
     ByteTokenizer().save(run / "tokenizer")
     convert(run, tmp_path / "out", verify=True)
     lines = [f"{key} {dtype} {'x'.join(map(str, shape))}" for key, (dtype, shape, _) in read(tmp_path / "out").items()]
-    assert sorted(lines) == hf.manifest_lines(config)
+    assert sorted(lines) == hf_names.manifest_lines(config)
     quantized = {dtype for dtype, *_ in read(tmp_path / "out").values()} - {"BF16", "F32"}
     assert quantized == {"k3_tiny": {"U8"}, "kimi_linear_tiny": set(), "k2_tiny": {"F8_E4M3"}}[name]
     hf.save(tmp_path / "saved", model, config, packed=True)
@@ -341,9 +343,9 @@ def rename_shard(folder: Path, name: str = "../elsewhere.safetensors") -> None:
 
 def change_config(change):
     def apply(folder: Path) -> None:
-        whole = json.loads((folder / hf.CONFIG).read_text())
+        whole = json.loads((folder / hf_config.CONFIG).read_text())
         change(whole["text_config"])
-        (folder / hf.CONFIG).write_text(json.dumps(whole))
+        (folder / hf_config.CONFIG).write_text(json.dumps(whole))
 
     return apply
 

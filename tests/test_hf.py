@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from kimi_jax import hf, sharding, shards
+from kimi_jax import hf, hf_config, hf_names, sharding, shards
 from kimi_jax.config import ConfigError, Mesh, RoPEConfig, load_config
 from kimi_jax.layers.param import arrays
 from kimi_jax.model import init
@@ -73,11 +73,11 @@ def test_shards_and_their_index(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_config_round_trips_by_released_names(name, tmp_path):
-    config = hf.read_config(GOLDEN / name)
-    (tmp_path / hf.CONFIG).write_text(json.dumps(hf.released_config(config)))
-    assert hf.read_config(tmp_path) == config
-    theirs, ours = json.loads((GOLDEN / name / hf.CONFIG).read_text()), hf.released_config(config)
-    assert hf.released_config(load_config("kimi_linear_48b").model)["head_dim"] == 72
+    config = hf_config.read_config(GOLDEN / name)
+    (tmp_path / hf_config.CONFIG).write_text(json.dumps(hf_config.released_config(config)))
+    assert hf_config.read_config(tmp_path) == config
+    theirs, ours = json.loads((GOLDEN / name / hf_config.CONFIG).read_text()), hf_config.released_config(config)
+    assert hf_config.released_config(load_config("kimi_linear_48b").model)["head_dim"] == 72
     for key, value in ours.get("text_config", ours).items():
         if key != "head_dim":  # read by nobody; the release has hidden_size / heads there
             assert theirs.get("text_config", theirs).get(key, value) == value, key
@@ -86,7 +86,7 @@ def test_the_config_round_trips_by_released_names(name, tmp_path):
 @pytest.mark.parametrize("real", ["k3", "kimi_linear_48b", "k2_1t"])
 def test_released_tensor_names_of_the_real_models(real):
     config = load_config(real).model
-    found = {tensor.name: tensor for tensor in hf.tensors(config)}
+    found = {tensor.name: tensor for tensor in hf_names.tensors(config)}
     if real == "k3":
         experts = [name for name in found if ".experts." in name]
         assert len(experts) == 92 * 896 * 3
@@ -127,10 +127,10 @@ def test_released_tensor_names_of_the_real_models(real):
 )
 def test_the_manifest_of_an_export_is_the_releases_own(real, count, size, first, digest):
     """Names, dtypes and shapes of every tensor in the released files' own headers."""
-    lines = hf.manifest_lines(load_config(real).model)
+    lines = hf_names.manifest_lines(load_config(real).model)
     assert (len(lines), lines[0]) == (count, first)
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == digest
-    found = (shards.Entry(s.dtypes[0], s.shape, 0).num_bytes for s in hf.manifest(load_config(real).model))
+    found = (shards.Entry(s.dtypes[0], s.shape, 0).num_bytes for s in hf_names.manifest(load_config(real).model))
     assert sum(found) == size
 
 
@@ -146,7 +146,7 @@ def mxfp4_directory(folder: Path) -> Path:
     files = {shards.SINGLE: "model-00002-of-00002.safetensors"}
     where = {name: files.get(file, "model-00001-of-00002.safetensors") for name, file in where.items()}
     (folder / shards.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    shutil.copy(source / hf.CONFIG, folder)
+    shutil.copy(source / hf_config.CONFIG, folder)
     return folder
 
 
@@ -163,7 +163,7 @@ def test_packed_experts_are_decoded_exactly_and_give_the_released_logits(packed,
         model, config = hf.load(packed, dtype=dtype)
         values = arrays(model)
         checked = 0
-        for tensor in hf.tensors(config):
+        for tensor in hf_names.tensors(config):
             if f"dequant.{tensor.name}" in expected:
                 ours = tensor.encode(*(np.asarray(values[param][tensor.index]) for param in tensor.params))
                 np.testing.assert_array_equal(ours, expected[f"dequant.{tensor.name}"])
@@ -252,18 +252,18 @@ def test_k2s_stray_buffers_are_ignored(tmp_path):
     ],
 )
 def test_other_models_than_k2_are_refused(tmp_path, key, value, message):
-    whole = json.loads((GOLDEN / "k2_tiny" / hf.CONFIG).read_text()) | {key: value}
+    whole = json.loads((GOLDEN / "k2_tiny" / hf_config.CONFIG).read_text()) | {key: value}
     whole = {key: value for key, value in whole.items() if value is not None}
-    (tmp_path / hf.CONFIG).write_text(json.dumps(whole))
+    (tmp_path / hf_config.CONFIG).write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=message):
-        hf.read_config(tmp_path)
+        hf_config.read_config(tmp_path)
 
 
 def test_k2_without_a_stretch_or_a_pad_token(tmp_path):
-    whole = json.loads((GOLDEN / "k2_tiny" / hf.CONFIG).read_text()) | {"rope_scaling": None}
+    whole = json.loads((GOLDEN / "k2_tiny" / hf_config.CONFIG).read_text()) | {"rope_scaling": None}
     del whole["pad_token_id"]
-    (tmp_path / hf.CONFIG).write_text(json.dumps(whole))
-    config = hf.read_config(tmp_path)
+    (tmp_path / hf_config.CONFIG).write_text(json.dumps(whole))
+    config = hf_config.read_config(tmp_path)
     assert config.mla.rope == RoPEConfig(theta=50000.0) and config.pad_token_id == 255
 
 
@@ -294,7 +294,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_all_named(copy):
         tensors[PREFIX + "layers.0.self_attn.A_log"] = np.zeros(4, np.float32)
         tensors[PREFIX + "embed_tokens.weight"] = np.zeros((160, 64), np.int32)
 
-    with pytest.raises(hf.CheckpointError) as error:
+    with pytest.raises(shards.CheckpointError) as error:
         hf.load(copy(change))
     for part in (
         "missing: language_model.model.norm.weight [64]",
@@ -310,7 +310,7 @@ def test_a_log_beyond_the_heads_is_refused(copy):
     def change(tensors):
         tensors[PREFIX + "layers.0.self_attn.A_log"] = np.ones(16, np.float32)
 
-    with pytest.raises(hf.CheckpointError, match="A_log has 12 non-zero entries past its 4 heads"):
+    with pytest.raises(shards.CheckpointError, match="A_log has 12 non-zero entries past its 4 heads"):
         hf.load(copy(change))
 
 
@@ -343,7 +343,7 @@ def test_truncated_files_are_refused(copy, size):
     folder = copy(lambda tensors: None)
     data = (folder / shards.SINGLE).read_bytes()
     (folder / shards.SINGLE).write_bytes(data[:size])
-    with pytest.raises(hf.CheckpointError, match=rf"\({min(size, len(data)):,} bytes\) is truncated or corrupt"):
+    with pytest.raises(shards.CheckpointError, match=rf"\({min(size, len(data)):,} bytes\) is truncated or corrupt"):
         hf.load(folder)
 
 
@@ -356,24 +356,24 @@ def test_shard_names_stay_in_the_directory(tmp_path):
     for bad in (("../secret.safetensors", "/etc/x.safetensors"), ("a..b.safetensors", "sub/x.safetensors")):
         index["weight_map"].update(zip(names, bad, strict=False))
         path.write_text(json.dumps(index))
-        with pytest.raises(hf.CheckpointError, match="outside its directory") as error:
+        with pytest.raises(shards.CheckpointError, match="outside its directory") as error:
             hf.load(tmp_path / "sharded")
         assert all(name in str(error.value) for name in bad)
     index["weight_map"].update({names[0]: "model-00077-of-00003.safetensors", names[1]: index["weight_map"][names[2]]})
     path.write_text(json.dumps(index))
-    with pytest.raises(hf.CheckpointError, match=r"lacks model-00077-of-00003\.safetensors"):
+    with pytest.raises(shards.CheckpointError, match=r"lacks model-00077-of-00003\.safetensors"):
         hf.load(tmp_path / "sharded")
     for bad in ("{}", "[]", '{"weight_map": {"a": 1}}', '{"weight_map": ["a"]}', "{"):
         path.write_text(bad)
-        with pytest.raises(hf.CheckpointError, match="is not an index"):
+        with pytest.raises(shards.CheckpointError, match="is not an index"):
             hf.load(tmp_path / "sharded")
 
 
 def test_directories_that_are_none(tmp_path):
-    with pytest.raises(hf.CheckpointError, match=r"has no config.json"):
+    with pytest.raises(shards.CheckpointError, match=r"has no config.json"):
         hf.load(tmp_path)
-    shutil.copy(GOLDEN / "k3_tiny" / hf.CONFIG, tmp_path)
-    with pytest.raises(hf.CheckpointError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+    shutil.copy(GOLDEN / "k3_tiny" / hf_config.CONFIG, tmp_path)
+    with pytest.raises(shards.CheckpointError, match=r"neither model.safetensors nor model.safetensors.index.json"):
         hf.load(tmp_path)
 
 
@@ -389,24 +389,24 @@ def test_directories_that_are_none(tmp_path):
     ],
 )
 def test_configs_of_other_models_are_refused(tmp_path, key, value, message):
-    whole = json.loads((GOLDEN / "k3_tiny" / hf.CONFIG).read_text())
+    whole = json.loads((GOLDEN / "k3_tiny" / hf_config.CONFIG).read_text())
     if value is None:
         del whole["text_config"][key]
     else:
         whole["text_config"][key] = value
-    (tmp_path / hf.CONFIG).write_text(json.dumps(whole))
+    (tmp_path / hf_config.CONFIG).write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=message):
-        hf.read_config(tmp_path)
+        hf_config.read_config(tmp_path)
 
 
 def test_saving_never_overwrites_and_leaves_nothing_half_done(tmp_path, monkeypatch):
     model, config = hf.load(GOLDEN / "kimi_linear_tiny")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("")
-    with pytest.raises(hf.CheckpointError, match="exists already"):
+    with pytest.raises(shards.CheckpointError, match="exists already"):
         hf.save(tmp_path / "taken", model, config)
     monkeypatch.setattr(hf.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
-    with pytest.raises(hf.CheckpointError, match="the disk has 10 free"):
+    with pytest.raises(shards.CheckpointError, match="the disk has 10 free"):
         hf.save(tmp_path / "full", model, config)
     assert not (tmp_path / "full").exists()
     monkeypatch.undo()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax import hf
+from kimi_jax import hf, hf_config
 from kimi_jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPEConfig, load_config
 from kimi_jax.generate import generate
 from kimi_jax.layers.param import arrays, with_arrays
@@ -124,10 +124,10 @@ def load_mlx(folder) -> Consumer:
 
 
 def load_transformers(folder) -> Consumer:
-    config = json.loads((folder / hf.CONFIG).read_text())
+    config = json.loads((folder / hf_config.CONFIG).read_text())
     if config["model_type"] == "kimi_k2":  # known there under the name of its architecture alone
         folder = shutil.copytree(folder, folder.with_name(folder.name + "_renamed"))
-        (folder / hf.CONFIG).write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
+        (folder / hf_config.CONFIG).write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def logits(tokens, cache):

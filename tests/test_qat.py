@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax import hf, metrics, sharding, train
+from kimi_jax import hf, hf_config, metrics, sharding, shards, train
 from kimi_jax.config import Config, Mesh, ModelConfig, Rules, at_step
 from kimi_jax.generate import generate
 from kimi_jax.layers.param import arrays, count, declarations, named_params, place, with_arrays
@@ -196,12 +196,12 @@ def test_the_switch_is_at_its_step_and_a_resumed_run_takes_it_too(tmp_path, monk
 
 def test_a_config_json_says_how_activations_are_rounded(tmp_path):
     hf.save(tmp_path / "out", init(WIDE, 0), WIDE, packed=True)
-    assert hf.read_config(tmp_path / "out").moe.activation_format is None
+    assert hf_config.read_config(tmp_path / "out").moe.activation_format is None
     file = tmp_path / "out" / "config.json"
     assert '"input_activations": null' in file.read_text()
     file.write_text(file.read_text().replace('"input_activations": null', '"input_activations": {"num_bits": 4}'))
     with pytest.raises(
-        hf.CheckpointError, match=r"input_activations=\{'num_bits': 4\} are not supported, only .* or null"
+        shards.CheckpointError, match=r"input_activations=\{'num_bits': 4\} are not supported, only .* or null"
     ):
         hf.load(tmp_path / "out")
 

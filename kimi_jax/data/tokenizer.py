@@ -25,6 +25,7 @@ from kimi_jax.config import ConfigError, ModelConfig, TokenizerConfig
 from kimi_jax.data.sources import unit_hash
 
 SETTINGS, RANKS, JSON = "tokenizer_config.json", "tiktoken.model", "tokenizer.json"  # files of a saved tokenizer
+RELEASED = (RANKS, JSON)  # a released directory with a tokenizer has one of them
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")  # ids 0, 1, 2 of the tokenizers that are made here
 
@@ -495,7 +496,7 @@ def load(folder: Path | str) -> Tokenizer:
     settings = _read_json(folder / SETTINGS)
     if "kind" in settings:
         kind, ids, missing = settings["kind"], settings, SETTINGS
-    elif any((folder / name).is_file() for name in (RANKS, JSON)):
+    elif any((folder / name).is_file() for name in RELEASED):
         kind, missing = "tiktoken" if (folder / RANKS).is_file() else "tokenizers", "config.json"
         whole = _read_json(folder / missing)
         ids = {**whole.get("text_config", {}), **whole}

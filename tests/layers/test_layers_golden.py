@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax import hf
+from kimi_jax import hf_names
 from kimi_jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from kimi_jax.layers.kda import KDA
 from kimi_jax.layers.mla import MLA
@@ -81,7 +81,7 @@ def released(table, prefix, name_prefix, config, values):
                 shapes = [values[p].shape if e is None else values[p].shape[1:] for p in paths]
                 if kind == "A_log":  # the fixture holds the live entries alone
                     kind = "same"
-                yield name.removeprefix(name_prefix).format(e=e), paths, e, hf._CODECS[kind](config, shapes)
+                yield name.removeprefix(name_prefix).format(e=e), paths, e, hf_names._CODECS[kind](config, shapes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,9 +98,9 @@ def check_layer(fixture, case, dtype):
     config = layer_config(fixture, given, dtype)
     kind = {"kda_layer_op": KDA, "mla_op": MLA, "moe_op": MoE}[fixture]
     table, name_prefix = {
-        KDA: (hf._KDA, "self_attn."),
-        MLA: (hf._MLA, "self_attn."),
-        MoE: (hf._MOE, "block_sparse_moe."),
+        KDA: (hf_names._KDA, "self_attn."),
+        MLA: (hf_names._MLA, "self_attn."),
+        MoE: (hf_names._MOE, "block_sparse_moe."),
     }[kind]
     prefix = "mlp." if kind is MoE else "attention."
     template = kind(config, ())
