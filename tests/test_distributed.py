@@ -1,6 +1,7 @@
 """Two processes of four CPU devices each as one run, through death, preemption and restart; and how they find each
 other."""
 
+import json
 import os
 import signal
 import socket
@@ -14,8 +15,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from kimi_jax import distributed, metrics, sharding, train
+from kimi_jax import distributed, hf, metrics, sharding, shards, train
 from kimi_jax.config import ConfigError, Mesh
+from kimi_jax.convert import convert
+from kimi_jax.model import init
 from tests import tiny
 
 COMPILE_QUICKLY = True
@@ -25,8 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HEARTBEAT = 10
 """Seconds of silence after which a process counts as dead; JAX's default is 100."""
 
-PROCESS = f"""
-import os
+ONE_PROGRAM = """
 import jax
 import jax._src.cache_key as keys
 # A CPU's topology names the process, so that two processes would each compile every program, at each start.
@@ -34,6 +36,11 @@ if hasattr(keys, "_hash_accelerator_config"):
     keys._hash_accelerator_config = keys._hash_devices
     jax.config.update("jax_share_binary_between_hosts", True)
     jax.config.update("jax_share_binary_between_hosts_timeout_ms", 300_000)
+"""
+"""Makes the processes share what one of them has compiled."""
+
+PROCESS = f"""{ONE_PROGRAM}
+import os
 from kimi_jax import cli, distributed, metrics
 if "SIGNAL" in os.environ:  # one that comes at a record, not when another process gets round to sending it
     number, record = map(int, os.environ["SIGNAL"].split())
@@ -64,6 +71,100 @@ with distributed.end_alone():
     time.sleep(300)
 """
 """Tries each config, and then one process fails alone, as in the loop."""
+
+READ = f"""{ONE_PROGRAM}
+import json, math, sys
+import numpy as np
+from kimi_jax import checkpoint, distributed, hf, hf_names, load_config, pretrained, sharding, shards, train
+from kimi_jax.config import Mesh
+from kimi_jax.layers.param import arrays
+from kimi_jax.ops.mx import GROUP, QTensor
+distributed.initialize(heartbeat_timeout_seconds={HEARTBEAT})
+
+kept = []  # what was mapped or decoded: (address, bytes, name), alive so that no address comes twice
+touched = {{}}  # name of a mapped tensor -> which of its bytes were read
+total = 0  # bytes read, those read again too
+
+def address(a):
+    return a.__array_interface__["data"][0]
+
+def keep(a, name):
+    kept.append((address(a), a.nbytes, name, a))
+    return a
+
+def read_from_disk(a):
+    global total
+    base, _, name, _ = next(item for item in kept if item[0] <= address(a) < item[0] + item[1])  # nothing was copied
+    if name:
+        item = touched[name][address(a) - base :].view()
+        np.lib.stride_tricks.as_strided(item, (*a.shape, a.itemsize), (*a.strides, 1))[...] = True
+        total += a.nbytes
+
+def read(self, name, plain=shards.Directory.read):
+    a = keep(plain(self, name), name)
+    touched.setdefault(name, np.zeros(a.nbytes, bool))
+    return a
+
+def copy(out, value, plain=hf._copy):
+    read_from_disk(value)
+    plain(out, value)
+    keep(out if out.base is None else out.base, None)
+
+def unpack(packed, scale, kind, dtype, plain=hf.unpack):
+    read_from_disk(packed), read_from_disk(scale)
+    return keep(plain(packed, scale, kind, dtype), None)
+
+shards.Directory.read, hf._copy, hf.unpack = read, copy, unpack  # all data of tensors passes through these
+
+def held(array):
+    boxes = array.sharding.addressable_devices_indices_map(array.shape).values()
+    return sorted({{tuple(s.indices(n)[:2] for s, n in zip(box, array.shape)) for box in boxes}})
+
+def share(path, values):
+    '''Bytes, in a file, of what this process's devices hold, and the same with what two devices hold in part.'''
+    release = hf.Release(path)
+    entries = release.directory.entries
+    width = {{param: shards.DTYPES[entries[t.name].dtype].itemsize
+             for t in hf_names.tensors(release.config) if t.name in entries for param in t.params}}
+    once = again = 0
+    for name, array in checkpoint.flatten(values).items():
+        shape, boxes, size = array.shape, held(array), width.get(name, array.dtype.itemsize)
+        if name in release.kinds:  # decoded: whole groups of 32 inputs, 16 bytes and a scale
+            shape, size = (*shape[:-2], shape[-2] // GROUP, shape[-1]), GROUP // 2 + 1
+            boxes = [(*box[:-2], (box[-2][0] // GROUP, -(-box[-2][1] // GROUP)), box[-1]) for box in boxes]
+        mask = np.zeros(shape, bool)
+        for box in boxes:
+            mask[tuple(slice(*ends) for ends in box)] = True
+            again += math.prod(stop - start for start, stop in box) * size
+        once += int(mask.sum()) * size
+    return once, again
+
+def compare(values, whole):
+    values, whole = checkpoint.flatten(values), checkpoint.flatten(whole)
+    assert values.keys() == whole.keys()
+    for name, array in values.items():
+        assert array.dtype == whole[name].dtype and len(array.addressable_shards) == 4, name
+        for shard in array.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == np.asarray(whole[name])[shard.index].tobytes(), name
+
+config, cases = sys.argv[2], json.loads(sys.argv[3])
+wholes = {{}}
+with distributed.end_alone():
+    for path, packed, mesh, release in cases:
+        if (release, packed) not in wholes:
+            wholes[release, packed] = arrays(hf.load(release, dtype=None, packed=packed)[0])
+        kept.clear(), touched.clear()
+        total = 0
+        with sharding.on(sharding.make_mesh(Mesh(**mesh))):
+            values = arrays(pretrained.load(path, packed=packed)[0])
+        compare(values, wholes[release, packed])
+        if path == release:
+            found = sum(int(mask.sum()) for mask in touched.values())
+            print("READ", json.dumps([found, total, *share(path, values)]), flush=True)
+    train.run(load_config(config))
+"""
+"""Opens what each [path, packed, mesh, release] tells: the numbers must be those that one process finds in the release.
+Prints the bytes it read of safetensors and those that it had to; then trains."""
 
 
 def start(configs: tuple[str, str], cache: Path, logs: Path, script=PROCESS, **last: str) -> list[subprocess.Popen]:
@@ -149,6 +250,52 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
     (final,) = (row for row in metrics.read(folder / "metrics.jsonl") if row["kind"] == "final")
     assert final["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=2e-6)
     assert final["bytes"] == expected["bytes"]
+
+
+def test_each_process_reads_what_its_devices_hold_and_trains_from_it(tmp_path):
+    moe = replace(tiny.MODEL.moe, num_experts=8, hidden_size=32, latent_size=64)
+    model = init(replace(tiny.MODEL, moe=moe), 0)
+    hf.save(tmp_path / "k3", model, model.config, packed=True, max_shard_bytes=20_000)
+    convert(tmp_path / "k3", tmp_path / "converted")
+    linear = Path(__file__).parent / "golden" / "kimi_linear_tiny"
+    k3, converted = tmp_path / "k3", tmp_path / "converted"
+    cases = [
+        (k3, False, {"fsdp": 4, "expert": 2}, k3),  # two devices of a process have halves of a group of 32
+        (k3, True, {"fsdp": 2, "expert": 4}, k3),
+        (k3, True, {"expert": 8}, k3),
+        (k3, False, {"data": 2, "expert": 4}, k3),  # each process needs all of it, and two of its devices the same
+        (linear, False, {"fsdp": 4, "expert": 2}, linear),
+        (converted, False, {"fsdp": 4, "expert": 2}, k3),
+        (converted, True, {"fsdp": 2, "expert": 4}, k3),
+    ]
+    one = tiny.config(tmp_path, steps=2, name="one", eval_every=10**6, sample_tokens=0, init_from=str(tmp_path / "k3"))
+    one = replace(one, model=model.config, data=replace(one.data, batch_size=8))
+    file = tmp_path / "two.py"
+    two = replace(one, name="two", mesh=Mesh(fsdp=4, expert=2))
+    file.write_text(f"from kimi_jax.config import *\nconfig = {two!r}\n")
+    what = json.dumps(cases, separators=(",", ":"), default=str)
+    processes = start((f"{file} {what}", f"{file} {what}"), tmp_path / "cache", tmp_path, READ)
+    try:
+        train.run(one)
+        assert [process.wait(timeout=300) for process in processes] == [0, 0], [
+            (tmp_path / f"{index}.txt").read_text() for index in range(2)
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(tmp_path / f"{index}.txt").read_text().splitlines() for index in range(2)]
+    found = [[json.loads(line[5:]) for line in log if line.startswith("READ ")] for log in logs]
+    assert [len(rows) for rows in found] == [5, 5]
+    for (path, packed, mesh, _), *both in zip(cases, *found, strict=False):
+        entries = shards.Directory(path).entries.values()
+        print(path.name, packed, mesh, both, "of", sum(entry.num_bytes for entry in entries))
+        for once, total, share, again in both:
+            assert (once, total) == (share, again)
+    rows, plain = (train_rows(tmp_path / "runs" / name) for name in ("two", "one"))
+    assert [row["step"] for row in rows] == [1, 2] == [row["step"] for row in plain]
+    for row, other in zip(rows, plain, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=2e-6)
 
 
 def test_what_one_process_refuses_ends_all_at_once(tmp_path):
