@@ -4,20 +4,12 @@
 
 MLA with rotary positions (YaRN) in every layer, plain residuals, SwiGLU experts at full width beside one shared
 expert, balanced by the sign rule and DeepSeek-V3's loss for each document, and MuonClip: the same code as K3 with
-other values. Sizes are ours.
+other values. Sizes are ours; data and steps are k3_tiny's.
 """
 
-from kimi_jax.config import (
-    Config,
-    DataConfig,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimConfig,
-    RoPEConfig,
-    TokenizerConfig,
-    TrainConfig,
-)
+from kimi_jax.config import Config, MLAConfig, ModelConfig, MoEConfig, OptimConfig, RoPEConfig, load_config
+
+k3_tiny = load_config("k3_tiny")
 
 config = Config(
     name="k2_tiny",
@@ -50,14 +42,6 @@ config = Config(
         max_position_embeddings=1024,
     ),
     optim=OptimConfig(learning_rate=1e-2, balance="sign"),
-    data=DataConfig(
-        sequence_length=256, batch_size=16, validation_fraction=0.03, tokenizer=TokenizerConfig(kind="bpe")
-    ),
-    train=TrainConfig(
-        steps=240,
-        eval_every=60,
-        eval_tokens=25_000,
-        checkpoint_every=60,
-        sample_prompt="def ",
-    ),
+    data=k3_tiny.data,
+    train=k3_tiny.train,
 )
