@@ -14,7 +14,7 @@ from kimi_jax.layers.param import arrays, count, materialise, with_arrays
 from kimi_jax.layout import segments
 from kimi_jax.model import Kimi, init
 from tests import tiny
-from tests.conftest import rel_to_max, rel_to_rms
+from tests.conftest import default_fusions, rel_to_max, rel_to_rms
 
 COMPILE_QUICKLY = True
 
@@ -213,7 +213,7 @@ def test_recomputation_reads_a_bank_that_has_grown_since():
     values = {n: v + 0.3 * rng.standard_normal(v.shape).astype(np.float32) for n, v in arrays(model).items()}
     ids = tokens(11, 2, 12)
 
-    @partial(jax.jit, static_argnames="remat")
+    @partial(jax.jit, static_argnames="remat", compiler_options=default_fusions())
     def grad(values, remat):
         model = with_arrays(Kimi(replace(config, remat=remat)), values)
 

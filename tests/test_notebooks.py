@@ -14,6 +14,7 @@ import pytest
 from nbclient import NotebookClient
 
 from kimi_jax import shards
+from tests.conftest import quick_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -48,7 +49,8 @@ def run(tmp_path, monkeypatch):
     """Runs a notebook in a kernel of its own, in an empty folder: (its code cells, the folder)."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    for name, value in quick_environment().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     work = tmp_path / "work"

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import quick_environment
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = {path.name for path in (ROOT / "configs").glob("*.py")}
-
-FAST = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-"""Compiling is nearly all of the time of two small steps."""
 
 
 def run(*command, cwd: Path, **environment: str) -> str:
@@ -63,7 +62,9 @@ def isolated(installed, tmp_path):
     path = os.pathsep.join([str(installed), *site_packages])
 
     def python(*arguments) -> str:
-        return run(sys.executable, "-S", "-P", *arguments, cwd=tmp_path, PYTHONPATH=path, **FAST)
+        # Compiling is nearly all of the time of two small steps.
+        environment = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | quick_environment()
+        return run(sys.executable, "-S", "-P", *arguments, cwd=tmp_path, **environment)
 
     return python
 

@@ -22,6 +22,7 @@ from kimi_jax import generate, metrics, runs, train
 from kimi_jax.checkpoint import Checkpoints
 from kimi_jax.config import ConfigError, Source, TokenizerConfig, to_dict
 from tests import tiny
+from tests.conftest import quick_environment
 
 COMPILE_QUICKLY = True
 
@@ -170,10 +171,10 @@ def script(config, path: Path) -> list[str]:
 
 
 def launch(command, cache: Path):
-    environment = os.environ | {
+    environment = os.environ | quick_environment()
+    environment |= {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
