@@ -11,6 +11,8 @@ from kimi_jax.ops.mx import BLOCK, GROUP
 from kimi_jax.shards import CheckpointError
 
 CONFIG = "config.json"
+MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Keys that we call the same."""
 
 
 def is_nested(config: ModelConfig) -> bool:
@@ -65,11 +67,7 @@ def read_config(path: str | Path) -> ModelConfig:
             kda=kda,
             mla=MLAConfig(
                 num_heads=text["num_attention_heads"],
-                q_lora_rank=text["q_lora_rank"],
-                kv_lora_rank=text["kv_lora_rank"],
-                qk_nope_head_dim=text["qk_nope_head_dim"],
-                qk_rope_head_dim=text["qk_rope_head_dim"],
-                v_head_dim=text["v_head_dim"],
+                **{name: text[name] for name in MLA_SIZES},
                 output_gate=bool(text.get("mla_use_output_gate")),
                 rope=_rope(file, text) if rotary else None,
             ),
@@ -181,12 +179,7 @@ def released_config(config: ModelConfig) -> dict:
     text = {
         "model_type": "kimi_linear",
         "architectures": ["KimiLinearForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.dense_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": mla.num_heads,
-        "num_key_value_heads": mla.num_heads,
+        **_sizes(config),
         "hidden_act": "silu" if config.situ_beta is None else "situ",
         "initializer_range": config.initializer_range,
         "rms_norm_eps": config.rms_norm_eps,
@@ -200,11 +193,7 @@ def released_config(config: ModelConfig) -> dict:
         "routed_scaling_factor": moe.routed_scaling_factor,
         "first_k_dense_replace": config.num_dense_layers,
         "use_grouped_topk": True,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
+        **_mla_sizes(mla),
         "linear_attn_config": linear,
         "dtype": "bfloat16",
     }
@@ -232,6 +221,21 @@ def released_config(config: ModelConfig) -> dict:
     }
 
 
+def _sizes(config: ModelConfig) -> dict:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.dense_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.mla.num_heads,
+        "num_key_value_heads": config.mla.num_heads,
+    }
+
+
+def _mla_sizes(mla: MLAConfig) -> dict:
+    return {name: getattr(mla, name) for name in MLA_SIZES}
+
+
 def _k2_config(config: ModelConfig) -> dict:
     """`released_config` of K2: DeepSeek-V3's keys."""
     mla, moe, rope = config.mla, config.moe, config.mla.rope
@@ -246,22 +250,13 @@ def _k2_config(config: ModelConfig) -> dict:
     return {
         "model_type": "kimi_k2",
         "architectures": ["DeepseekV3ForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.dense_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": mla.num_heads,
-        "num_key_value_heads": mla.num_heads,
+        **_sizes(config),
         "first_k_dense_replace": config.num_dense_layers,
         "moe_intermediate_size": moe.hidden_size,
         **{_K2_NAMES.get(key, key): value for key, value in shared.items()},
         "routed_scaling_factor": moe.routed_scaling_factor,
         "aux_loss_alpha": moe.aux_loss_alpha,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
+        **_mla_sizes(mla),
         "rope_theta": rope.theta,
         "rope_scaling": {
             "type": "yarn",

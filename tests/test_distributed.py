@@ -20,6 +20,7 @@ from kimi_jax.config import ConfigError, Mesh
 from kimi_jax.convert import convert
 from kimi_jax.model import init
 from tests import tiny
+from tests.conftest import quick_environment
 
 COMPILE_QUICKLY = True
 
@@ -172,11 +173,11 @@ def start(configs: tuple[str, str], cache: Path, logs: Path, script=PROCESS, **l
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {
+    environment = os.environ | quick_environment()
+    environment |= {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "4",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
