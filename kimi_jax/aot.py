@@ -112,9 +112,9 @@ def prepare() -> None:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is opened, so two may compile at once
     quiet_libtpu()
     jax.config.update("jax_platforms", "cpu")
-    try:  # glibc: one heap for all of the compiler's threads, and its free end given back; a third less for K3 on tpu7x
+    try:  # glibc: few heaps for the compiler's threads, for what one has freed serves its own threads alone
         heap = ctypes.CDLL(None).mallopt
-        heap(M_ARENA_MAX, 1)
+        heap(M_ARENA_MAX, 4)
         heap(M_TRIM_THRESHOLD, 128 * 2**20)
     except (OSError, AttributeError, TypeError):
         pass  # another C library
