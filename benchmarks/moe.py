@@ -2,12 +2,15 @@
 
 Beside them, on one device: the dense op, in which every token passes through every expert, and `lax.ragged_dot`, which
 XLA makes dense over groups on CPUs: every row through every expert. All devices here share one processor, so a time is
-that of all the work of all ranks, communication included.
+that of all the work of all ranks, communication included. Once with 32 tokens a rank, 5 rows an expert, where what does
+not depend on tokens decides (plan, reading and writing of 896 experts, their gradients' zeros), once with 128, 18 rows.
+As in training, freed memory is kept.
 
     python benchmarks/moe.py [--json out.json]
 """
 
 import argparse
+import itertools
 import json
 import time
 
@@ -20,17 +23,25 @@ from jax.sharding import PartitionSpec as P
 from kimi_jax.ops.experts import Backend, expert_mlp
 from kimi_jax.ops.situ import swiglu
 from kimi_jax.parallel import expert
+from kimi_jax.train import keep_freed_memory
 
-R, E, K, S, Z, F = 8, 896, 16, 32, 64, 32
-M, N = E // R, R * S
-FLOPS = 18 * N * K * Z * F
-"""Of three products a row, forward, and twice that backward: the floor of any way to compute the layer."""
+R, E, K, Z, F = 8, 896, 16, 64, 32
+M = E // R
+TOKENS = (32, 128)
+"""Of a rank."""
 
 
-def choices(routing):
-    """[N, K] different experts of each token; worst: all choose the same, at home on one rank."""
+def floors(indices):
+    """What any way to compute the layer takes: FLOPs, three products a row forward and twice that backward; and bytes,
+    the matrices of all chosen experts read forward and backward, all gradients written.
+    """
+    return 18 * indices.size * Z * F, 4 * 3 * (2 * np.unique(indices).size + E) * Z * F
+
+
+def choices(routing, n):
+    """[n, K] different experts of each token; worst: all choose the same, at home on one rank."""
     rng = np.random.default_rng(0)
-    noise = -np.log(-np.log(rng.random((N, E))))
+    noise = -np.log(-np.log(rng.random((n, E))))
     if routing == "zipf":
         noise -= np.log(np.arange(1, E + 1))
     if routing == "worst":
@@ -68,7 +79,13 @@ def peak_flops():
     return 2 * 1536**3 / (timed(jax.jit(jnp.dot), (a, a), 5)[1] / 1e3)
 
 
-def count(indices):
+def peak_bandwidth():
+    """Bytes a second, read and written, of scaling 256 MiB."""
+    a = jnp.ones((64, 2**20))
+    return 2 * a.nbytes / (timed(jax.jit(lambda a: 2 * a), (a,), 5)[1] / 1e3)
+
+
+def count(indices, s):
     """Of a routing: rows of ranks, loans, and mean MiB a rank receives from others, forward and backward."""
     counts = np.stack([np.bincount(part.reshape(-1), minlength=E) for part in np.split(indices, R)]).astype(np.int32)
     result = {}
@@ -78,7 +95,7 @@ def count(indices):
     mesh = jax.make_mesh((R,), ("expert",), axis_types=(AxisType.Explicit,))
 
     def traffic(indices):
-        way = expert.routes(indices, E, "expert", "exact", 8, S * K)
+        way = expert.routes(indices, E, "expert", "exact", 8, s * K)
         return jax.tree.map(lambda a: a[None], (way.rows, way.weights))
 
     with jax.set_mesh(mesh):
@@ -95,8 +112,8 @@ def count(indices):
         return -(-int(last.max()) // window) * window * (R - 1)
 
     for transport in ("gather", "a2a", "ragged"):
-        window = expert.row_window(S * K, R, transport)
-        there, back = (lines(t, S * K, window, transport) for t in (rows, rows.back))
+        window = expert.row_window(s * K, R, transport)
+        there, back = (lines(t, s * K, window, transport) for t in (rows, rows.back))
         moved = there * (3 * Z + 1) + back * (2 * Z + 1)  # x twice, gradients of y, shares; y, gradients of both
         for height, columns in ((Z, F), (Z, F), (F, Z)):
             window = expert.expert_window(M, height, R)
@@ -106,13 +123,16 @@ def count(indices):
     return result
 
 
-def measure(routing, peak):
-    rng = np.random.default_rng(0)
-    indices = choices(routing)
-    x, weights = (rng.normal(size=shape).astype(np.float32) for shape in ((N, Z), (N, K)))
-    matrices = [rng.normal(size=s).astype(np.float32) * 0.1 for s in ((E, Z, F), (E, Z, F), (E, F, Z))]
+def measure(routing, s, peak, bandwidth):
+    rng, n = np.random.default_rng(0), R * s
+    indices = choices(routing, n)
+    x, weights = (rng.normal(size=shape).astype(np.float32) for shape in ((n, Z), (n, K)))
+    matrices = [rng.normal(size=shape).astype(np.float32) * 0.1 for shape in ((E, Z, F), (E, Z, F), (E, F, Z))]
     args = (x, indices, weights, *matrices)
-    result = {"routing": routing, **count(indices), "floor_ms": round(1e3 * FLOPS / peak, 2)}
+    flops, moved = floors(indices)
+    result = {"routing": routing, "tokens": s, **count(indices, s)}
+    result["flops_floor_ms"] = round(1e3 * flops / peak, 2)
+    result["bytes_floor_ms"] = round(1e3 * moved / bandwidth, 2)
     mesh = jax.make_mesh((R,), ("expert",), axis_types=(AxisType.Explicit,))
     outputs = {}
     for transport in ("a2a", "gather"):
@@ -151,11 +171,13 @@ if __name__ == "__main__":
     parser.add_argument("--json", help="write the results to this file too")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", R)
-    peak = peak_flops()
-    print(f"{R} ranks of {S} tokens, {E} experts, top-{K}, widths {Z} and {F}; peak {peak / 1e9:.0f} GFLOP/s")
-    results = [measure(routing, peak) for routing in ("uniform", "zipf", "worst")]
+    keep_freed_memory()
+    peak, bandwidth = peak_flops(), peak_bandwidth()
+    print(f"{R} ranks, {E} experts, top-{K}, widths {Z} and {F}; {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.0f} GB/s")
+    cases = itertools.product(TOKENS, ("uniform", "zipf", "worst"))
+    results = [measure(routing, tokens, peak, bandwidth) for tokens, routing in cases]
     for name in results[0]:
         print(f"{name:>18}" + "".join(f"{result[name]!s:>12}" for result in results))
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"peak_flops": peak, "results": results}, file, indent=1)
+            json.dump({"peak_flops": peak, "bandwidth": bandwidth, "results": results}, file, indent=1)

@@ -106,7 +106,7 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
 
 def _run(config: Config, restart: bool) -> dict[str, Any]:
     """`run`, on the current mesh."""
-    _keep_freed_memory()
+    keep_freed_memory()
     notebook = Console().is_jupyter  # there rich would want widgets; plain lines do
     terminal = False if notebook else None
     console = Console(highlight=False, force_jupyter=False, force_terminal=terminal, quiet=not distributed.is_lead())
@@ -519,19 +519,20 @@ def _signals():
             signal.signal(number, handler)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Keeps XLA's temporaries mapped between steps on CPU.
 
     glibc hands large blocks back to the kernel when they are freed; a step that takes them anew spends a quarter of
-    its time on page faults. A no-op where the C library has no `mallopt`.
+    its time on page faults. A no-op where the C library has no `mallopt`. It keeps as many heaps as it likes: with one,
+    the threads of emulated devices wait for each other (`benchmarks/moe.py` takes 1.5 times as long).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return
-    one_arena, mmap_threshold, trim_threshold, largest = -8, -3, -1, 2**31 - 1
-    for option, value in ((one_arena, 1), (mmap_threshold, largest), (trim_threshold, largest)):
-        mallopt(option, value)
+    mmap_threshold, trim_threshold, largest = -3, -1, 2**31 - 1
+    for option in (mmap_threshold, trim_threshold):
+        mallopt(option, largest)
 
 
 def _check_folder(folder: Path, config: Config, state_bytes: int) -> None:

@@ -163,61 +163,24 @@ def _dot(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
-def _each_block(
-    step: Callable,
-    out: jax.Array,
-    matrices: Matrices,
-    layout: Layout,
-    dtype: jnp.dtype,
-    begin: jax.Array | int = 0,
-    end=None,
-    offset=0,
-) -> jax.Array:
-    """out = step(i, matrices of block i's expert, out) for each block that holds rows, or those from begin to end.
+def _each_block(step: Callable, carry, span: "_Span", layout: Layout, dtype: jnp.dtype):
+    """carry = step(i, expert, its matrices, carry) for each block i of a span.
 
     Each matrix is read in place, where a batched matmul would first copy one for every block, and unpacked once for
-    all blocks of its expert: there is never more than one. `offset` is the group of the first expert.
+    all blocks of its expert: there is never more than one.
     """
     ends = layout.ends
     assert ends is not None
 
-    def expert(carry):
-        i, out = carry
+    def expert(state):
+        i, carry = state
         group = layout.groups[i]
-        chosen = [unpacked(w[group - offset], dtype) for w in matrices]
-        return ends[group], jax.lax.fori_loop(i, ends[group], lambda i, out: step(i, chosen, out), out)
+        chosen = [unpacked(w[group - span.group], dtype) for w in span.matrices]
+        blocks = lambda i, carry: step(i, group - span.group, chosen, carry)  # noqa: E731
+        return ends[group], jax.lax.fori_loop(i, ends[group], blocks, carry)
 
-    end = ends[-1] if end is None else end
-    begin = vary_like(jnp.asarray(begin, jnp.int32), ends)
-    return jax.lax.while_loop(lambda carry: carry[0] < end, expert, (begin, out))[1]
-
-
-@jax.custom_vjp
-def _block_matmul(rows: jax.Array, w: jax.Array | QTensor, layout: Layout) -> jax.Array:
-    """[blocks, c, d], [e, d, f] -> [blocks, c, f]: every block times its expert's matrix."""
-    zero = vary_like(jnp.zeros((*rows.shape[:2], w.shape[2]), rows.dtype), rows, w, layout.groups)
-    step = lambda i, chosen, out: out.at[i].set(_narrow_dot(rows[i], chosen[0]))  # noqa: E731
-    return _each_block(step, zero, [w], layout, rows.dtype)
-
-
-def _block_matmul_bwd(residuals, d_out):
-    rows, w, layout = residuals
-    packed = isinstance(w, QTensor)
-
-    def step(i, carry):
-        d_w, d_rows = carry
-        expert = layout.groups[i]
-        if d_w is not None:
-            d_w = d_w.at[expert].add(_dot(rows[i].T, d_out[i]))
-        return d_w, d_rows.at[i].set(_narrow_dot(d_out[i], unpacked(w[expert], rows.dtype).T))
-
-    zero = None if packed else jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), jnp.zeros_like(rows)
-    zero = jax.tree.map(lambda z: vary_like(z, rows, w, layout.groups, d_out), zero)
-    d_w, d_rows = jax.lax.fori_loop(0, layout.ends[-1], step, zero)
-    return d_rows, None if packed else d_w.astype(w.dtype), None
-
-
-_block_matmul.defvjp(lambda *args: (_block_matmul(*args), args), _block_matmul_bwd)
+    begin = vary_like(jnp.asarray(span.begin, jnp.int32), ends)
+    return jax.lax.while_loop(lambda state: state[0] < span.end, expert, (begin, carry))[1]
 
 
 def _ragged_matmul(rows, w, sizes):
@@ -232,15 +195,18 @@ def grouped_mlp(
     """[rows, d] -> [rows, d]: each row through its group's expert, without a gradient; see `grouped_mlp_grad`.
 
     Several parts hold the experts of consecutive groups: with blocks they need not be copied together. Packed experts
-    are decoded one at a time with blocks, else one matrix of all of them at a time.
+    are decoded one at a time with blocks, else one matrix of all of them at a time, for a gradient all three.
     """
     if not block:
         return _mlp(partial(_ragged_matmul, sizes=layout.groups), rows, _whole(parts), activation)
     blocks = rows.reshape(-1, block, rows.shape[1])
     out = vary_like(jnp.zeros_like(blocks), blocks, layout.groups, *parts[0])
-    step = lambda i, chosen, out: out.at[i].set(_mlp(_narrow_dot, blocks[i], chosen, activation))  # noqa: E731
-    for matrices, offset, begin, end in _spans(parts, layout):
-        out = _each_block(step, out, matrices, layout, blocks.dtype, begin, end, offset)
+
+    def step(i, expert, chosen, out):
+        return out.at[i].set(_mlp(_narrow_dot, blocks[i], chosen, activation))
+
+    for span in _spans(parts, layout):
+        out = _each_block(step, out, span, layout, blocks.dtype)
     return out.reshape(rows.shape)
 
 
@@ -252,7 +218,7 @@ def grouped_mlp_grad(
     layout: Layout,
     activation: Activation,
     block: int,
-) -> tuple[jax.Array, jax.Array, list[list[jax.Array]]]:
+) -> tuple[jax.Array, jax.Array, list[list[jax.Array] | None]]:
     """Gradients of sum(d_out * share * grouped_mlp(rows)), which is computed anew: nothing of it need be kept.
 
     Args:
@@ -261,9 +227,10 @@ def grouped_mlp_grad(
       parts, layout, activation, block: as in `grouped_mlp`.
 
     Returns:
-      Of rows, in their dtype; of share; of each part's matrices, in at least float32.
+      Of rows, in their dtype; of share; of each part's matrices, in at least float32, None of packed ones.
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
+    learns = not isinstance(parts[0][0], QTensor)
     if not block:
         contract = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
@@ -271,7 +238,10 @@ def grouped_mlp_grad(
             return jax.lax.ragged_dot_general(a, b, layout.groups, contract, preferred_element_type=wide)
 
         dot = partial(_ragged_matmul, sizes=layout.groups)
-        d_rows, d_share, d_whole = _mlp_grad(dot, outer, rows, share, d_out, _whole(parts), activation)
+        whole = [unpacked(w, rows.dtype) for w in _whole(parts)]  # pyright: ignore
+        d_rows, d_share, d_whole = _mlp_grad(dot, outer, rows, share, d_out, whole, activation)
+        if not learns:
+            return d_rows, d_share, [None] * len(parts)
         cuts = np.cumsum([matrices[0].shape[0] for matrices in parts])[:-1]
         return d_rows, d_share, [list(part) for part in zip(*(jnp.split(d, cuts) for d in d_whole), strict=True)]
     blocks, d_blocks = (a.reshape(-1, block, a.shape[1]) for a in (rows, d_out))
@@ -280,33 +250,40 @@ def grouped_mlp_grad(
     def zeros(shape, dtype):
         return vary_like(jnp.zeros(shape, dtype), blocks, d_blocks, shares, layout.groups, *parts[0])
 
-    d_rows, d_share, d_parts = zeros(blocks.shape, blocks.dtype), zeros(shares.shape, shares.dtype), []
-    for matrices, offset, begin, end in _spans(parts, layout):
-
-        def step(i, carry, matrices=matrices, offset=offset):
-            d_rows, d_share, d_matrices = carry
-            expert = layout.groups[i] - offset
-            chosen = [w[expert] for w in matrices]
-            d_row, d_s, d_chosen = _mlp_grad(
-                _narrow_dot, lambda a, b: _dot(a.T, b), blocks[i], shares[i], d_blocks[i], chosen, activation
-            )
+    def step(i, expert, chosen, carry):
+        d_rows, d_share, d_matrices = carry
+        d_row, d_s, d_chosen = _mlp_grad(
+            _narrow_dot, lambda a, b: _dot(a.T, b), blocks[i], shares[i], d_blocks[i], chosen, activation
+        )
+        if d_matrices is not None:
             d_matrices = [d_w.at[expert].add(d) for d_w, d in zip(d_matrices, d_chosen, strict=True)]
-            return d_rows.at[i].set(d_row), d_share.at[i].set(d_s), d_matrices
+        return d_rows.at[i].set(d_row), d_share.at[i].set(d_s), d_matrices
 
-        carry = d_rows, d_share, [zeros(w.shape, wide) for w in matrices]
-        d_rows, d_share, d_matrices = jax.lax.fori_loop(begin, end, step, carry)
+    d_rows, d_share, d_parts = zeros(blocks.shape, blocks.dtype), zeros(shares.shape, shares.dtype), []
+    for span in _spans(parts, layout):
+        d_matrices = [zeros(w.shape, wide) for w in span.matrices] if learns else None
+        carry = d_rows, d_share, d_matrices
+        d_rows, d_share, d_matrices = _each_block(step, carry, span, layout, blocks.dtype)
         d_parts.append(d_matrices)
     return d_rows.reshape(rows.shape), d_share.reshape(share.shape), d_parts
 
 
+class _Span(NamedTuple):
+    """The blocks of one part: from `begin` to `end`, and the group of its first expert."""
+
+    matrices: Matrices
+    group: int
+    begin: jax.Array | int
+    end: jax.Array
+
+
 def _spans(parts, layout):
-    """Of each part: its matrices, its first group, its first block and where its blocks end."""
     assert layout.ends is not None
-    group, block = 0, 0
+    group, begin = 0, 0
     for matrices in parts:
         end = layout.ends[group + matrices[0].shape[0] - 1]
-        yield matrices, group, block, end
-        group, block = group + matrices[0].shape[0], end
+        yield _Span(matrices, group, begin, end)
+        group, begin = group + matrices[0].shape[0], end
 
 
 def _whole(parts):
@@ -335,16 +312,17 @@ def _mlp_grad(dot, outer, x, share, d_out, matrices, activation):
 
 
 def choose_backend(backend: Backend | None, m: int, num_groups: int) -> tuple[Backend, int]:
-    """The backend for m rows in groups, and the rows of its blocks: an eighth of the mean group, within 8 and 64.
+    """The backend for m rows in groups, and the rows of its blocks, within 8 and 64; "ragged" has no blocks: 0.
 
-    Small blocks waste little on padding, large ones on the loop. "ragged" has no blocks: 0.
+    A block takes as long as some 8 rows, and half of a group's last one is padding: for groups of g rows the loop is
+    shortest with blocks of 4 sqrt(g). Taken is the power of two at or below that (`benchmarks/experts.py`).
     """
     if backend is None:
         backend = "blocks" if jax.default_backend() == "cpu" else "ragged"
     if backend == "ragged":
         return backend, 0
     if backend == "blocks":
-        return backend, min(max(8, 1 << (max(1, m // num_groups) // 8).bit_length()), 64)
+        return backend, min(max(8, 1 << (max(1, 16 * m // num_groups).bit_length() - 1) // 2), 64)
     raise ValueError(f'backend={backend!r} is unknown; use "blocks", "ragged" or None')
 
 
@@ -396,15 +374,23 @@ def expert_mlp(
     backend, block = choose_backend(backend, indices.size, num_experts)
     pair, expert, sizes = sort_by_expert(indices, num_experts)
     layout = lay_out(pair, expert, jnp.arange(indices.size, dtype=jnp.int32), sizes, indices.shape, block)
-    rows = dispatch(x, layout)
-    if isinstance(w_gate, Stacked):
-        return combine(grouped_mlp(rows, [(w_gate, w_up, w_down)], layout, activation, block), weights, layout)
-    if backend == "blocks":
-        rows = rows.reshape(-1, block, d)
-        matmul = partial(_block_matmul, layout=layout)
-    else:
-        matmul = partial(_ragged_matmul, sizes=layout.groups)
-    if not isinstance(w_gate, QTensor):
-        w_gate, w_up, w_down = (w.astype(x.dtype) for w in (w_gate, w_up, w_down))  # pyright: ignore
-    hidden = activation(matmul(rows, w_gate), matmul(rows, w_up))
-    return combine(matmul(hidden, w_down).reshape(-1, d), weights, layout)
+    run = partial(_forward, activation, block)
+    if block and not isinstance(w_gate, Stacked):
+        run = jax.custom_vjp(run)
+        run.defvjp(lambda *args: (_forward(activation, block, *args), args), partial(_backward, activation, block))
+    return run(x, weights, (w_gate, w_up, w_down), layout)
+
+
+def _forward(activation, block, x, weights, matrices, layout):
+    return combine(grouped_mlp(dispatch(x, layout), [matrices], layout, activation, block), weights, layout)
+
+
+def _backward(activation, block, inputs, d_y):
+    """From the inputs alone: computing the rows again is quicker on CPUs than three loops that keep and read them."""
+    x, weights, matrices, layout = inputs
+    rows, d_out = dispatch(x, layout), dispatch(d_y, layout)
+    share = weights.reshape(-1).at[layout.pair].get(mode="fill", fill_value=0)
+    d_rows, d_share, (d_matrices,) = grouped_mlp_grad(rows, share, d_out, [matrices], layout, activation, block)
+    if d_matrices is not None:
+        d_matrices = tuple(d.astype(w.dtype) for d, w in zip(d_matrices, matrices, strict=True))
+    return collect(d_rows, layout), d_share[layout.row], d_matrices, None

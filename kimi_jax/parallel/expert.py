@@ -11,6 +11,7 @@ to destination order (source, slot) as one contiguous slice per pair of ranks; t
 exchanged. Weighting and the sum over choices happen at the source, as on one device.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -188,6 +189,7 @@ def move(
     transport: Transport,
     window: int,
     overlap: bool = False,
+    place: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Moves slices of rows between the ranks of an axis, and sums slices that land on each other.
 
@@ -204,12 +206,14 @@ def move(
         slices have it, CPUs do not.
       window: rows between a pair of ranks at a time, at most n and num_rows; not for "ragged".
       overlap: whether slices may land on each other.
+      place: where in `rows` a number that the slices count in lies: moves rows[place(arange(n))] without that copy.
+        Not for "ragged", whose slices must lie together.
 
     Returns:
       [num_rows, d], zero where nothing lands.
     """
     start, size, land = traffic
-    r, me = size.shape[0], jax.lax.axis_index(axis)
+    me = jax.lax.axis_index(axis)
     empty = experts.vary_like(jnp.zeros((num_rows, rows.shape[1]), rows.dtype), rows, size)
     if transport == "ragged":
         # This collective checks nothing: sizes never leave the buffers, and the clamp lets no error turn into one.
@@ -234,26 +238,32 @@ def move(
     else:
         raise ValueError(f'transport={transport!r} is unknown; use "gather", "a2a" or "ragged"')
 
+    def take(numbers):
+        numbers = jnp.clip(numbers, 0, rows.shape[0] - 1)
+        return rows[numbers if place is None else place(numbers)]
+
     def exchange(i):
         """The i-th window of each source: [source, window, d]."""
         if transport == "gather":
-            return jax.lax.all_gather(rows.at[i * window + numbers].get(mode="clip"), axis)
-        sent = rows.at[start[me][:, None] + i * window + numbers].get(mode="clip")
-        return jax.lax.all_to_all(sent, axis, 0, 0, tiled=True)
+            return jax.lax.all_gather(take(i * window + numbers), axis)
+        return jax.lax.all_to_all(take(start[me][:, None] + i * window + numbers), axis, 0, 0, tiled=True)
 
     def round_(i, out):
         got = exchange(i)
+        ahead = first[:, me] + i * window - start[:, me]  # of each source: the window's begin, in the slice
+        brings = (size[:, me] > 0) & (ahead + window > 0) & (ahead < size[:, me])
+        sources = jnp.argsort(~brings).astype(jnp.int32)  # often one or none
 
-        def put(p, out):
-            ahead = first[p, me] + i * window - start[p, me]  # the window's begin, in the slice
-            at = jnp.clip(land[p, me] + ahead, 0, num_rows - window)
+        def put(j, out):
+            p = sources[j]
+            at = jnp.clip(land[p, me] + ahead[p], 0, num_rows - window)
             source = at - land[p, me] + numbers  # what belongs there, in the slice
-            valid = (source >= jnp.maximum(ahead, 0)) & (source < jnp.minimum(ahead + window, size[p, me]))
-            new = jnp.where(valid[:, None], got[p].at[source - ahead].get(mode="clip"), 0)
+            valid = (source >= jnp.maximum(ahead[p], 0)) & (source < jnp.minimum(ahead[p] + window, size[p, me]))
+            new = jnp.where(valid[:, None], got[p].at[source - ahead[p]].get(mode="clip"), 0)
             new = jax.lax.dynamic_slice_in_dim(out, at, window) + new
             return jax.lax.dynamic_update_slice_in_dim(out, new, at, 0)
 
-        return jax.lax.fori_loop(0, r, put, out)
+        return jax.lax.fori_loop(0, jnp.sum(brings, dtype=jnp.int32), put, out)
 
     return jax.lax.fori_loop(0, _same_number(-(-last // window), axis), round_, empty)
 
@@ -273,7 +283,7 @@ class _Settings(NamedTuple):
     gather_axes: tuple[str, ...]
     transport: Transport
     block: int
-    lend: bool
+    balance: Balance
 
     num_rows: int
     """On a rank, at most."""
@@ -284,11 +294,22 @@ class _Settings(NamedTuple):
         window = row_window(min(rows.shape[0], num_rows), traffic.size.shape[0], self.transport)
         return move(rows, traffic, num_rows, axis=self.axis, transport=self.transport, window=window)
 
-    def move_experts(self, w: jax.Array, traffic: Traffic, overlap: bool = False) -> jax.Array:
+    def lend(self, w: jax.Array, way: Routes) -> jax.Array:
+        """Home experts -> borrowed ones."""
+        if self.transport == "ragged":
+            return self._move_experts(w[way.order], way.weights)
+        lines = w.shape[1]
+        return self._move_experts(w, way.weights, place=lambda line: way.order[line // lines] * lines + line % lines)
+
+    def give_back(self, d_w: jax.Array, way: Routes) -> jax.Array:
+        """Transpose of `lend`."""
+        return self._move_experts(d_w, way.weights.back, overlap=True)[_by_rank(way.order)]
+
+    def _move_experts(self, w, traffic, **options):
         """Lines of matrices travel, so that a window can be less than an expert."""
         m, lines, columns = w.shape
         flat, window = w.reshape(m * lines, columns), expert_window(m, lines, traffic.size.shape[0])
-        carry = partial(move, axis=self.axis, transport=self.transport, window=window, overlap=overlap)
+        carry = partial(move, axis=self.axis, transport=self.transport, window=window, **options)
         return carry(flat, traffic.times(lines), m * lines).reshape(w.shape)
 
 
@@ -300,7 +321,7 @@ def row_window(num_rows: int, num_ranks: int, transport: Transport) -> int:
 def expert_window(m: int, lines: int, num_ranks: int) -> int:
     """Lines of experts between two ranks at a time: few are lent as a rule, and all windows together are m at most."""
     even = m * lines // num_ranks
-    return min(m * lines, _eights(max(even // 4, min(even, lines))))
+    return min(m * lines, _eights(max(even // 2, min(even, lines))))
 
 
 def _eights(n: int) -> int:
@@ -321,9 +342,9 @@ def _fetch(s: _Settings, w: jax.Array | QTensor, width: int, dtype, way: Routes)
         if isinstance(w, QTensor)
         else gather(narrowed(w, dtype), s.gather_axes, width)
     )
-    if not s.lend:
+    if s.balance == "none":
         return [w]
-    return [w, jax.tree.map(lambda a: s.move_experts(a[way.order], way.weights), w)]
+    return [w, jax.tree.map(lambda a: s.lend(a, way), w)]
 
 
 def _gathered(w: QTensor, axes: tuple[str, ...], width: int) -> QTensor:
@@ -339,7 +360,7 @@ def _return(s: _Settings, d_parts, w: jax.Array, width: int, way: Routes) -> jax
     """Transpose of `_fetch`: sums an expert's gradients where it lives, in at least float32 throughout."""
     d_w, *d_lent = d_parts
     if d_lent:
-        d_w = d_w + s.move_experts(d_lent[0], way.weights.back, overlap=True)[_by_rank(way.order)]
+        d_w = d_w + s.give_back(d_lent[0], way)
     if s.gather_axes:
         d_w = sum_scatter(d_w, s.gather_axes, width)
     repeated = tuple(sorted(varying(d_w) - s.weight_axes))
@@ -371,6 +392,8 @@ def _backward(s: _Settings, inputs, d_y):
     d_rows, d_share, d_held = experts.grouped_mlp_grad(rows, share, d_out, held, way.slots, s.activation, s.block)
     d_x = experts.collect(back(d_rows), way.source)
     d_weights = back(d_share[:, None])[way.source.row, 0]
+    if d_held[0] is None:  # packed
+        return d_x, d_weights, None, None
     d_parts = zip(*d_held, strict=True)
     # The barrier has made all one type; these are to have their own.
     d_matrices = [_return(s, d, w, width, way) for d, w, width in zip(d_parts, inputs[2], _WIDTH, strict=True)]
@@ -439,12 +462,12 @@ def expert_parallel_mlp(
 
         matrices = [fetch(w, width) for w, width in zip(matrices, _WIDTH, strict=True)]
         return experts.expert_mlp(x, indices, weights, *matrices, activation=activation, backend=backend)  # pyright: ignore
-    m, r, lend = w_gate.shape[0], jax.lax.axis_size(axis), balance == "exact"
-    num_rows = indices.size if lend else r * x.shape[0] * min(indices.shape[1], m)
+    m, r = w_gate.shape[0], jax.lax.axis_size(axis)
+    num_rows = indices.size if balance == "exact" else r * x.shape[0] * min(indices.shape[1], m)
     _, block = experts.choose_backend(backend, indices.size, m)
     way = routes(indices, m * r, axis, balance, block, num_rows)
     weight_axes = varying(jax.tree.leaves(w_gate)[0])
-    settings = _Settings(activation, axis, gather_axes, transport, block, lend, num_rows, weight_axes)
+    settings = _Settings(activation, axis, gather_axes, transport, block, balance, num_rows, weight_axes)
     run = jax.custom_vjp(partial(_forward, settings))
     run.defvjp(lambda *args: (_forward(settings, *args), args), partial(_backward, settings))
-    return (partial(_forward, settings) if packed else run)(x, weights, matrices, way)
+    return run(x, weights, matrices, way)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.ops.experts import expert_mlp
+from kimi_jax.ops.experts import choose_backend, expert_mlp
 from kimi_jax.ops.mx import QTensor
 from kimi_jax.ops.situ import situ_glu, swiglu
 from tests import oracles
@@ -141,6 +141,24 @@ def test_two_runs_agree_bit_for_bit_and_order_of_choices_does_not_matter():
     arrays[1] = arrays[1][:, ::-1]
     turned = with_gradients(indices[:, ::-1], arrays[0], arrays, backend="blocks")
     assert rel_to_rms(turned[0], first[0]) < 1e-6
+
+
+def test_between_forward_and_backward_only_inputs_are_kept():
+    """Three products an expert would keep 2 f + 2 d numbers a row; the loop keeps none, and computes them again."""
+    indices, (x, weights, *matrices) = case(n=200, k=4, e=6, d=8, f=64)
+    args = [jnp.asarray(a, jnp.float32) for a in (x, weights, *matrices)]
+    run = lambda x, weights, *w: expert_mlp(x, jnp.asarray(indices), weights, *w, situ, backend="blocks")  # noqa: E731
+    kept = jax.tree.leaves(jax.vjp(run, *args)[1])
+    floats = sorted(a.shape for a in kept if jnp.issubdtype(a.dtype, jnp.floating))
+    assert floats == sorted(a.shape for a in args)
+
+
+@pytest.mark.parametrize(
+    ("mean", "block"), [(0, 8), (4, 8), (15, 8), (16, 16), (63, 16), (64, 32), (255, 32), (256, 64), (9999, 64)]
+)
+def test_blocks_grow_with_the_root_of_the_group(mean, block):
+    assert choose_backend("blocks", 7 * mean, 7) == ("blocks", block)
+    assert choose_backend("ragged", 7 * mean, 7) == ("ragged", 0)
 
 
 def test_wrong_shapes_and_backends_are_refused():

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kimi_jax.ops.experts import expert_mlp
+from kimi_jax.ops.mx import QTensor
 from kimi_jax.ops.situ import swiglu
 from kimi_jax.parallel import expert
 from tests.conftest import rel_to_max, rel_to_rms
@@ -268,6 +269,35 @@ def test_other_axes_hold_other_tokens(shape):
 def test_float64_and_split_widths(x64):
     case = Case({"data": 2, "expert": 2, "tensor": 2}, m=5, transport="a2a", backend="blocks")
     assert_equal_to_dense(case, "zipf", 1e-10, jnp.float64)
+
+
+@pytest.mark.parametrize("transport", ["gather", "a2a"])
+def test_packed_experts_are_lent_packed_and_tokens_still_learn(transport):
+    """The same bits as from decoded ones, and the same gradients of tokens and their weights."""
+    rng, d, f, e = np.random.default_rng(2), 32, 64, 4 * M
+    shapes = (e, d, f), (e, d, f), (e, f, d)
+    packed = [QTensor.encode(jnp.asarray(rng.normal(size=shape), jnp.float32)) for shape in shapes]
+    decoded = [w.decode(jnp.float32) for w in packed]
+    x, weights, d_y = (jnp.asarray(rng.normal(size=(4 * S, n)), jnp.float32) for n in (d, K, d))
+    indices = jnp.asarray(choices("zipf", 4 * S, K, e, M))
+
+    def local(x, weights, indices, *matrices):
+        return expert.expert_parallel_mlp(
+            x, indices, weights, *matrices, swiglu, axis="expert", transport=transport, backend="blocks"
+        )
+
+    @jax.jit
+    def run(matrices):
+        layer = jax.shard_map(local, in_specs=P("expert"), out_specs=P("expert"))
+        y, pull = jax.vjp(lambda x, weights: layer(x, weights, indices, *matrices), x, weights)
+        return y, *pull(d_y)
+
+    mesh = devices({"expert": 4})
+    with jax.set_mesh(mesh):
+        cut = NamedSharding(mesh, P("expert"))
+        x, weights, indices, d_y, packed, decoded = jax.device_put((x, weights, indices, d_y, packed, decoded), cut)
+        for ours, plain in zip(run(packed), run(decoded), strict=True):
+            np.testing.assert_array_equal(ours, plain)
 
 
 def emulated(rows, out, start, size, land, received, *, axis_name):
