@@ -194,9 +194,6 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
     moved = hlo.collectives(program, axes)
     rest = total - sum(sizes.values())
     work = flops.total(counted)
-    # Of the spans of a causal row the last sees most: with n of them, 2 - 1/n times the mean.
-    spans = math.prod(getattr(config.mesh, axis) for axis in config.rules.time) if step == "train" else 1
-    busiest = work.run + counted["MLA attention"].run * (spans - 1) // spans
     result: dict[str, Any] = {
         "config": config.name,
         "topology": topology,
@@ -220,7 +217,7 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
     result["roofline"] = roofline(
         chip,
         len(found),
-        flops.Work(work.model, busiest),
+        work,
         _least_traffic(config, step, axes, sizes),
         sum(c.total / bandwidth(c, mesh, chip) for c in moved),
     )
@@ -231,7 +228,7 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
 def roofline(chip: Chip, num_devices: int, work: flops.Work, hbm_bytes: int, ici_seconds: float) -> dict[str, float]:
     """Least time of a step: the largest of compute, memory and network, which may all overlap.
 
-    Compute is the FLOPs that the busiest device runs, at peak bf16 rate; memory the bytes that must pass at least;
+    Compute is the FLOPs that a device runs, at peak bf16 rate; memory the bytes that must pass at least;
     network the collectives one after another, each over all links that its mesh axes have.
     """
     terms = {

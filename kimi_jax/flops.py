@@ -7,6 +7,7 @@ convolutions and the mixes of Attention Residuals; norms, activations and softma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kimi_jax.config import Config, ModelConfig
@@ -15,6 +16,7 @@ from kimi_jax.layout import starts_block
 from kimi_jax.model import Kimi
 from kimi_jax.ops.attention import KEY_BLOCK, QUERY_BLOCK
 from kimi_jax.optim.build import table
+from kimi_jax.parallel.context import query_runs
 
 NEWTON_SCHULZ_STEPS = 5
 
@@ -42,15 +44,16 @@ def total(parts: dict[str, Work]) -> Work:
 def forward(model: ModelConfig, rows: int, length: int, *, spans: int = 1) -> dict[str, Work]:
     """FLOPs of logits for `rows` rows of `length` tokens, each row one document and cut into `spans` over devices.
 
+    Attention of all spans is counted as of the device that does most, for which the others wait: all have as many
+    pairs of queries and keys, but those at the ends of a row expand the most latents.
+
     >>> from kimi_jax.config import load_config
     >>> work = total(forward(load_config("k3").model, rows=1, length=8192))
     >>> round(work.model / 8192 / 1e9)  # per token; 2 * 104.19 B active parameters are 208
     215
     """
-    cells, slots = 0, 0
-    for span in range(spans):
-        more_cells, more_slots = attended(length // spans, span * length // spans, length)
-        cells, slots = cells + more_cells, slots + more_slots
+    of_device = [attended(length // spans, query_runs(length // spans, i, spans), length) for i in range(spans)]
+    cells, slots = (spans * max(counts) for counts in zip(*of_device, strict=True))
     pairs = Work(length * (length + 1) // 2, cells)
     return _components(model, rows, length, pairs, slots=slots, absorbed=False, outputs=length, spans=spans)
 
@@ -79,28 +82,31 @@ def train(config: Config) -> dict[str, Work]:
 
 def prefill(model: ModelConfig, rows: int, length: int, capacity: int | None = None) -> dict[str, Work]:
     """FLOPs of reading prompts of `length` tokens into a cache of `capacity` slots, and the next token's logits."""
-    cells, slots = attended(length, 0, capacity or length)
+    cells, slots = attended(length, [0], capacity or length)
     pairs = Work(length * (length + 1) // 2, cells)
     return _components(model, rows, length, pairs, slots=slots, absorbed=_absorbs(model, length), outputs=1)
 
 
 def decode(model: ModelConfig, rows: int, length: int, capacity: int | None = None) -> dict[str, Work]:
     """FLOPs of one more token a row, the `length`-th, over a cache of `capacity` slots."""
-    cells, slots = attended(1, length - 1, capacity or length)
+    cells, slots = attended(1, [length - 1], capacity or length)
     pairs = Work(length, cells)
     return _components(model, rows, 1, pairs, slots=slots, absorbed=_absorbs(model, 1), outputs=1)
 
 
-def attended(queries: int, start: int, slots: int) -> tuple[int, int]:
-    """(pairs of query and key, keys) that `ops.attention` computes for queries from slot `start` on of `slots`.
+def attended(queries: int, starts: Sequence[int], slots: int) -> tuple[int, int]:
+    """(pairs of query and key, keys) that `ops.attention` computes for queries in equal runs from these slots on.
 
-    Whole blocks of keys up to the last query's, each with the blocks of queries from the first that sees it.
+    Whole blocks of keys up to the last query's, each with the blocks of queries of each run from the first that sees
+    it.
     """
-    q_block, k_block = min(QUERY_BLOCK, queries), min(KEY_BLOCK, slots)
-    q_count, k_count = -(-queries // q_block), -(-slots // k_block)
-    reached = min(k_count, -(-(start + queries) // k_block))
-    unseen = sum(min(q_count - 1, max(0, (j * k_block - start) // q_block)) for j in range(reached))
-    return (reached * q_count - unseen) * q_block * k_block, reached * k_block
+    run = queries // len(starts)
+    q_block, k_block = min(QUERY_BLOCK, run), min(KEY_BLOCK, slots)
+    q_count, k_count = -(-run // q_block), -(-slots // k_block)
+    reached = min(k_count, -(-(max(starts) + run) // k_block))
+    unseen = (max(0, (j * k_block - start) // q_block) for start in starts for j in range(reached))
+    blocks = sum(q_count - min(q_count, before) for before in unseen)
+    return blocks * q_block * k_block, reached * k_block
 
 
 def newton_schulz(model: ModelConfig) -> int:

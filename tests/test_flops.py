@@ -18,6 +18,7 @@ from kimi_jax.layers.param import Muon, arrays, declarations, with_arrays
 from kimi_jax.model import Kimi
 from kimi_jax.ops import attention
 from kimi_jax.optim.muon import newton_schulz
+from kimi_jax.parallel.context import query_runs
 from tests.tiny import MODEL
 
 K3, KIMI_LINEAR, K2 = (load_config(name).model for name in ("k3", "kimi_linear_48b", "k2_1t"))
@@ -63,12 +64,21 @@ def products(jaxpr, loops: Sequence[Fraction] = ()) -> Fraction:
     return total
 
 
-def attention_loops(queries: int, start: int, slots: int) -> list[Fraction]:
-    """Average trips of the loops over blocks of keys and of queries, by running them."""
-    blocks = (min(attention.QUERY_BLOCK, queries), min(attention.KEY_BLOCK, slots))
-    pairs = attention._Pairs(blocks, jnp.ones((1, queries)), jnp.ones((1, slots)), jnp.int32(start))
+def visits(pairs: attention._Pairs) -> tuple[int, int]:
+    """Blocks of keys that attention goes through, and blocks of queries in all of them, by running its loops."""
     count = lambda inner: int(pairs.over_keys(lambda j, n: n + inner(j), jnp.int32(0)))  # noqa: E731
-    keys, cells = count(lambda j: 1), count(lambda j: pairs.over_queries(j, lambda i, n: n + 1, jnp.int32(0)))
+    return count(lambda j: 1), count(lambda j: pairs.over_queries(j, lambda at, n: n + 1, jnp.int32(0)))
+
+
+def attention_pairs(queries: int, starts: list[int], slots: int) -> attention._Pairs:
+    blocks = (min(attention.QUERY_BLOCK, queries // len(starts)), min(attention.KEY_BLOCK, slots))
+    return attention._Pairs(blocks, jnp.ones((1, queries)), jnp.ones((1, slots)), jnp.array(starts))
+
+
+def attention_loops(queries: int, start: int, slots: int) -> list[Fraction]:
+    """Average trips of the loops over blocks of keys and of queries."""
+    pairs = attention_pairs(queries, [start], slots)
+    keys, cells = visits(pairs)
     q_count, k_count = pairs.counts
     return [Fraction(keys)] * (k_count > 1) + [Fraction(cells, keys)] * (q_count > 1)
 
@@ -86,6 +96,32 @@ def counted(parts, *, one_token: bool = False) -> int:
 
 def tokens(rows, length):
     return jax.ShapeDtypeStruct((rows, length), jnp.int32)
+
+
+@pytest.mark.parametrize("starts", [[0, 1500], [1700, 0], [300, 900], [0]])
+def test_attended_is_what_the_loops_visit(starts):
+    pairs = attention_pairs(600, starts, 2100)
+    keys, cells = visits(pairs)
+    q_block, k_block = pairs.blocks
+    assert flops.attended(600, starts, 2100) == (cells * q_block * k_block, keys * k_block)
+
+
+def test_spans_share_attention_evenly():
+    """32 devices, 8192 tokens each: the busiest has as many pairs as the mean but for whole blocks, as many keys as
+    the row has where the mean device has three quarters; contiguous spans would have 1.97 times the mean.
+    """
+    t, n = 8192, 32
+    of_device = [flops.attended(t, query_runs(t, i, n), n * t) for i in range(n)]
+    cells, keys = zip(*of_device, strict=True)
+    assert max(cells) / (sum(cells) / n) < 1.001
+    assert max(keys) == n * t
+    assert 0.74 < sum(keys) / n / max(keys) < 0.77
+    contiguous = [flops.attended(t, [i * t], n * t)[0] for i in range(n)]
+    assert sum(cells) == pytest.approx(sum(contiguous), rel=0.01)
+    assert max(contiguous) / (sum(contiguous) / n) > 1.96
+    whole, split = (flops.forward(K3, 1, n * t, spans=spans)["MLA attention"] for spans in (1, n))
+    assert whole.model == split.model
+    assert split.run == pytest.approx(whole.run, rel=0.01)
 
 
 @pytest.mark.parametrize("model", [MODEL, PLAIN, ROTARY], ids=["k3", "kimi_linear", "k2"])

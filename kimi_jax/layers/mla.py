@@ -112,20 +112,20 @@ class MLA(nnx.Module):
         """Attention of a device's queries and heads to the latents of their whole rows."""
         w_k_b, w_v_b = (gather_weight(w, (rank_axes, (), ()), axes, q.dtype) for w in (w_k_b, w_v_b))
         q, latent = self._rotated(q, latent, context.local_span(positions, q.shape[1], time_axis))
-        where: dict = {"q_documents": documents, "kv_documents": documents}
+        form = self._absorbed if cache is not None and self._absorbs(q.shape[1]) else self._expanded
+
+        def attend(q, latent, **where):
+            return form(q, vary(latent, axes), w_k_b, w_v_b, where)
+
         if cache is None:
-            latent = context.gather_latents(latent, time_axis, axes)
-        if time_axis is not None:
-            where["q_documents"] = context.local_span(documents, q.shape[1], time_axis)
-            where["q_start"] = q.shape[1] * jax.lax.axis_index(time_axis)
-        if cache is not None:
+            o, max_logits = context.causal(attend, q, latent, documents=documents, axis=time_axis, axes=axes)
+        else:
             assert slots is not None
             new = latent.astype(cache.latent.dtype)
             latent = jax.lax.dynamic_update_slice_in_dim(cache.latent, new, slots.start, axis=1)
             cache = MLACache(latent)
             where = {"q_documents": slots.queries, "kv_documents": slots.keys, "q_start": slots.start}
-        form = self._absorbed if cache is not None and self._absorbs(q.shape[1]) else self._expanded
-        o, max_logits = form(q, vary(latent, axes), w_k_b, w_v_b, where)
+            o, max_logits = attend(q, latent, **where)
         tokens = batch_axes if time_axis is None else (*batch_axes, time_axis)
         return o, cache, jax.lax.pmax(jax.lax.stop_gradient(max_logits), tokens) if tokens else max_logits
 

@@ -31,20 +31,21 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Each query attends to the earlier keys of its document.
 
-    o_i = sum_j softmax_j(scale <q_i, k_j>) v_j  over j <= q_start + i with equal documents > 0
+    o_i = sum_j softmax_j(scale <q_i, k_j>) v_j  over j <= slot of i, with equal documents > 0
 
     Heads may share keys: with g key heads, query head h reads key head h // (heads / g). Scores, softmax and sums
     are in at least float32. What a query does not see may hold anything, NaN included, if it is padding or in no
     slot up to the last query's.
 
     Args:
-      q: [b, t, h, k]; query i stands in slot q_start + i.
+      q: [b, t, h, k]; query i stands in slot q_start + i, or as q_start says.
       k: [b, s, g, k] with g dividing h; key j stands in slot j.
       v: [b, s, g, v].
       scale: factor on the scores.
       q_documents: [b, t] int document numbers (`segments.document_ids`), 0 for padding; None: all in document 1.
       kv_documents: [b, s] the same for the keys.
-      q_start: slot of the first query; may be traced, and differ between the devices of a `shard_map`.
+      q_start: slot of the first query; may be traced, and differ between the devices of a `shard_map`. Or of the first
+        of each of equal runs of queries, [runs].
       query_block, key_block: queries and keys at a time.
 
     Returns:
@@ -132,12 +133,15 @@ def _blocked(expand, scale, blocks, q, source, weights, q_documents, kv_document
         q_documents = jnp.ones((b, t), jnp.int32)
     if kv_documents is None:
         kv_documents = jnp.ones((b, s), jnp.int32)
-    given = (q, source, weights, q_documents, kv_documents, jnp.asarray(q_start, jnp.int32))
+    q_start = jnp.atleast_1d(jnp.asarray(q_start, jnp.int32))
+    if t % q_start.size:
+        raise ValueError(f"{t} queries are not {q_start.size} equal runs; give one q_start, or as many as divide them")
+    given = (q, source, weights, q_documents, kv_documents, q_start)
     # All are made to differ over the same mesh axes here, where autodiff sums gradients over those they did not.
     varying = lambda x: jax.typeof(x).manual_axis_type.varying  # noqa: E731
     axes = frozenset().union(*[varying(x) for x in jax.tree.leaves(given)])
     given = jax.tree.map(lambda x: lax.pcast(x, tuple(sorted(axes - varying(x))), to="varying"), given)
-    return _attend(expand, scale, (min(blocks[0], t), min(blocks[1], s)), *given)
+    return _attend(expand, scale, (min(blocks[0], t // q_start.size), min(blocks[1], s)), *given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -154,9 +158,7 @@ def _forward(expand, scale, blocks, q, source, weights, q_documents, kv_document
         at_k = pairs.keys(j)
         k, v = expand(pairs.load(source, at_k), weights)
 
-        def queries(i, carry):
-            at_q = pairs.queries(i)
-
+        def queries(at_q, carry):
             def update(rows):
                 o, top, total = rows
                 logits = _logits(scale, pairs.load(q, at_q), k, pairs.seen(at_q, at_k), wide)
@@ -197,9 +199,8 @@ def _backward(expand, scale, blocks, kept, cotangents):
         (k, v), pull = jax.vjp(expand, pairs.load(source, at_k), weights)
         g = k.shape[1]
 
-        def queries(i, carry):
+        def queries(at_q, carry):
             d_q, d_k, d_v = carry
-            at_q = pairs.queries(i)
 
             def update(sums):
                 d_q, d_k, d_v = sums
@@ -250,18 +251,31 @@ class _Pairs(NamedTuple):
     q_documents: jax.Array
     kv_documents: jax.Array
     q_start: jax.Array
+    """[runs]"""
+
+    @property
+    def run(self) -> int:
+        """Queries of a run."""
+        return self.q_documents.shape[1] // self.q_start.size
 
     @property
     def counts(self) -> tuple[int, int]:
-        return -(-self.q_documents.shape[1] // self.blocks[0]), -(-self.kv_documents.shape[1] // self.blocks[1])
+        """Blocks of queries, of each run, and of keys."""
+        return -(-self.run // self.blocks[0]), -(-self.kv_documents.shape[1] // self.blocks[1])
 
-    def queries(self, i) -> _Block:
-        begin, places, documents = _block(self.q_documents, i, self.blocks[0])
-        return _Block(begin, self.q_start + places, documents)
+    def queries(self, run, i) -> _Block:
+        documents = lax.dynamic_slice_in_dim(self.q_documents, run * self.run, self.run, 1)
+        begin, places, documents = _block(documents, i, self.blocks[0])
+        return _Block(run * self.run + begin, self.q_start[run] + places, documents)
 
     def keys(self, j) -> _Block:
         begin, slots, documents = _block(self.kv_documents, j, self.blocks[1])
-        return _Block(begin, slots, jnp.where(slots < self.q_start + self.q_documents.shape[1], documents, 0))
+        return _Block(begin, slots, jnp.where(slots < self._end, documents, 0))
+
+    @property
+    def _end(self) -> jax.Array:
+        """The slot after the last query's."""
+        return jnp.max(self.q_start) + self.run
 
     def load(self, tree, at: _Block):
         """The block of each array, 0 where it takes no part: a score of -inf does not stop a NaN value (0 * NaN),
@@ -284,12 +298,17 @@ class _Pairs(NamedTuple):
     def over_keys(self, body: Callable, carry):
         """Runs body(j, carry) for the blocks of keys up to the last query's slot."""
         size, count = self.blocks[1], self.counts[1]
-        return _loop(0, (self.q_start + self.q_documents.shape[1] + size - 1) // size, count, body, carry)
+        return _loop(0, (self._end + size - 1) // size, count, body, carry)
 
     def over_queries(self, j, body: Callable, carry):
-        """Runs body(i, carry) for the blocks of queries from the first that has a slot of key block j."""
-        count = self.counts[0]
-        return _loop((j * self.blocks[1] - self.q_start) // self.blocks[0], count, count, body, carry)
+        """Runs body(block, carry) for the blocks of queries, in each run from the first with a slot of key block j."""
+        count, runs = self.counts[0], self.q_start.size
+
+        def over_run(run, carry):
+            first = (j * self.blocks[1] - self.q_start[run]) // self.blocks[0]
+            return _loop(first, count, count, lambda i, carry: body(self.queries(run, i), carry), carry)
+
+        return _loop(0, runs, runs, over_run, carry)
 
 
 def _loop(begin, end, count, body, carry):

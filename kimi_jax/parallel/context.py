@@ -10,6 +10,8 @@ a span's own say neither whether its first token continues the document before, 
 first. None: each row is one document.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -143,3 +145,62 @@ def gather_latents(latent: jax.Array, axis: str | None, axes: tuple[str, ...] = 
     """
     spans = () if axis is None else (axis,)
     return gather_weight(latent, ((), spans, ()), axes, latent.dtype)
+
+
+def causal(
+    attend: Callable[..., tuple[jax.Array, jax.Array]],
+    q: jax.Array,
+    latent: jax.Array,
+    *,
+    documents: jax.Array | None,
+    axis: str | None,
+    axes: tuple[str, ...] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of a span's queries to their whole row, the same work on each device.
+
+    Later tokens see more keys. Of 2 n halves of spans, device i of n computes numbers 2 i and 2 n - 1 - 2 i: for that
+    it exchanges the second half of its queries with device n - 1 - i, and back what comes out. Spans of an odd length
+    stay as they are.
+
+    Args:
+      attend: (q [b, t, h, k], latent [b, T, r], q_documents=, kv_documents=, q_start=) -> (o [b, t, h, v], any), as
+        `ops.attention.latent_attention`.
+      q: [b, t, h, k], this device's span.
+      latent: [b, t, r], likewise.
+      documents: [b, T] numbers of the whole row, or None.
+      axis: the mesh axis of the spans, or None.
+      axes: as in `gather_latents`.
+
+    Returns:
+      o of this device's span; and what attend returned beside it, of those queries that this device computed.
+
+    Raises:
+      ValueError: documents that are not of as many tokens as all spans together.
+    """
+    t = q.shape[1]
+    here = local_span(documents, t, axis)
+    runs = [0] if axis is None else query_runs(t, lax.axis_index(axis), lax.axis_size(axis))
+    o, other = attend(
+        _mirrored(q, axis),
+        gather_latents(latent, axis, axes),
+        q_documents=None if here is None else _mirrored(here, axis),
+        kv_documents=documents,
+        q_start=jnp.array(runs),
+    )
+    return _mirrored(o, axis), other
+
+
+def query_runs(t: int, device, devices: int) -> list:
+    """Where in a row the equal runs of queries begin that one of `devices` computes in `causal`; spans are of t."""
+    if devices == 1 or t % 2:
+        return [device * t]
+    return [device * t, (devices - 1 - device) * t + t // 2]
+
+
+def _mirrored(x, axis):
+    """x [b, t, ..] with its second half exchanged with the device as far from the row's other end; undoes itself."""
+    devices = 1 if axis is None else lax.axis_size(axis)
+    if len(query_runs(x.shape[1], 0, devices)) == 1:
+        return x
+    here, there = jnp.split(x, 2, axis=1)
+    return jnp.concatenate([here, lax.ppermute(there, axis, [(i, devices - 1 - i) for i in range(devices)])], axis=1)

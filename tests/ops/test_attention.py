@@ -111,6 +111,33 @@ def test_queries_at_the_end_of_a_cache_whose_rest_is_garbage(t):
         np.testing.assert_allclose(o, oracles.attention(q, k, v, 0.7)[0][:, start:end], atol=1e-12)
 
 
+@pytest.mark.parametrize("blocks", [(512, 512), (3, 512), (512, 4), (2, 3)])
+@pytest.mark.parametrize("starts", [(0, 6), (6, 1), (3, 3)])
+def test_runs_of_queries_are_as_if_alone(starts, blocks):
+    """Runs apart, in any order, and on each other; what no run sees may be NaN, and gradients of keys add up."""
+    t = 5
+    q, k, v = arrays()
+    runs = [slice(start, start + t) for start in starts]
+    end = max(starts) + t
+    k, v = (np.where(np.arange(11)[:, None, None] < end, a, np.nan) for a in (k, v))
+    joint = [np.concatenate([a[:, run] for run in runs], axis=1) for a in (q, DOCUMENTS)]
+    (o, top, (d_q, *d_keys)), d_o = run_wide([joint[0], k, v], (joint[1], DOCUMENTS), np.array(starts), blocks)
+    sums = [np.zeros_like(k), np.zeros_like(v)]
+    tops = []
+    for i, run in enumerate(runs):
+        mine = slice(i * t, (i + 1) * t)
+        with jax.enable_x64(True):
+            given = [jnp.asarray(a) for a in (q[:, run], k, v, d_o[:, mine], DOCUMENTS[:, run], DOCUMENTS)]
+            alone, alone_top, (alone_q, *alone_keys) = with_gradients(*given, starts[i])
+        np.testing.assert_allclose(o[:, mine], alone, atol=1e-12)
+        np.testing.assert_allclose(d_q[:, mine], alone_q, atol=1e-12)
+        sums = [a + np.asarray(b) for a, b in zip(sums, alone_keys, strict=True)]
+        tops.append(alone_top)
+    for ours, theirs in zip(d_keys, sums, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12)
+    np.testing.assert_allclose(top, np.max(tops, axis=0), atol=1e-12)
+
+
 def test_causality_by_gradient():
     q, k, v = (jnp.asarray(a, jnp.float32) for a in arrays(b=1, h=2, g=1))
 
@@ -246,6 +273,8 @@ def test_wrong_shapes_are_refused():
         attention(q, k[:, :, :3], v[:, :, :3], scale=1.0)
     with pytest.raises(ValueError, match="g dividing"):
         attention(q, k, v[:, :-1], scale=1.0)
+    with pytest.raises(ValueError, match="11 queries are not 2 equal runs"):
+        attention(q, k, v, scale=1.0, q_start=jnp.array([0, 5]))
     q, latent, w_k_b, w_v_b, _ = (jnp.asarray(a) for a in latents("float32"))
     with pytest.raises(ValueError, match=r"nope \+ rope"):
         latent_attention(q, latent[..., 1:], w_k_b, w_v_b, scale=1.0)

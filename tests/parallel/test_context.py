@@ -101,21 +101,15 @@ def whole(tokens, weights, documents):
 
 def split(tokens, weights, documents, axis, axes=()):
     """The same on one device of a split row, in a mesh of `axes`."""
-    a, t = tokens, tokens["q"].shape[1]
+    a = tokens
     o, state = context.kda(a["q"], a["k"], a["v"], a["g"], a["beta"], documents=documents, axis=axis, chunk_size=CHUNK)
     y = context.short_conv(a["x"], weights["taps"], documents=documents, axis=axis)
-    attended, top = latent_attention(
-        a["query"],
-        context.gather_latents(a["latent"], axis, axes),
-        weights["w_k_b"],
-        weights["w_v_b"],
-        scale=0.4,
-        q_documents=context.local_span(documents, t, axis),
-        kv_documents=documents,
-        q_start=0 if axis is None else jax.lax.axis_index(axis) * t,
-        query_block=3,
-        key_block=7,
-    )
+
+    def attend(q, latent, **where):
+        w = weights["w_k_b"], weights["w_v_b"]
+        return latent_attention(q, latent, *w, scale=0.4, query_block=3, key_block=7, **where)
+
+    attended, top = context.causal(attend, a["query"], a["latent"], documents=documents, axis=axis, axes=axes)
     return {"o": o, "state": state, "y": y, "attended": attended}, top
 
 
@@ -260,17 +254,41 @@ def test_kda_traffic_does_not_depend_on_length():
     assert count(128) == count(512) == [("all-gather", others), loss, ("reduce-scatter", others)]
 
 
-def test_attention_moves_latents_alone():
+def test_attention_moves_latents_and_half_of_the_queries():
     t, h = 64, 24  # heads whose keys and values are 24 * (6 + 5) numbers a token, latents 10
 
     def output(q, latent, w_k_b, w_v_b):
-        start = jax.lax.axis_index("seq") * q.shape[1]
-        latent = context.gather_latents(latent, "seq")
-        return latent_attention(q, latent, w_k_b, w_v_b, scale=0.4, q_start=start)[0]
+        attend = functools.partial(latent_attention, w_k_b=w_k_b, w_v_b=w_v_b, scale=0.4)
+        return context.causal(attend, q, latent, documents=None, axis="seq")[0]
 
     shapes = ((1, t, h, NOPE + ROPE), (1, t, R + ROPE), (R, h, NOPE), (R, h, V))
     found = traffic(output, shapes, (P(None, "seq"), P(None, "seq"), P(), P()))
     latents, weights = 4 * t * (R + ROPE) * 7 // 8, 4 * R * h * (NOPE + V)
-    assert [x for x in found if x[0] != "all-reduce"] == [("all-gather", latents), ("reduce-scatter", latents)]
+    half = 4 * t // 8 // 2 * h  # of a span, a number a head: queries go out, outputs come back, and their gradients
+    swaps = [("collective-permute", half * width) for width in 2 * (NOPE + ROPE, V)]
+    assert sorted(x for x in found if x[0] != "all-reduce") == sorted(
+        [("all-gather", latents), *swaps, ("reduce-scatter", latents)]
+    )
     reduced = sum(size for operation, size in found if operation == "all-reduce")
     assert reduced == 2 * 7 * (weights + 4) // 8  # of the weights' gradients and the loss
+
+
+@pytest.mark.parametrize("t", [2, 6, 8, 7, 1])
+def test_each_device_sees_as_many_keys(t):
+    """All devices compute the same number of pairs of a query and a key, together each pair once; odd spans do not."""
+    mesh = make_mesh({"seq": 4})
+
+    def attend(q, latent, *, q_documents, kv_documents, q_start):
+        del latent, q_documents, kv_documents
+        return q, (q_start[:, None] + jnp.arange(t // q_start.size)).reshape(-1)
+
+    def slots(q):
+        return context.causal(attend, q, q[..., 0], documents=None, axis="seq")
+
+    q = jnp.arange(4 * t, dtype=jnp.float32).reshape(1, 4 * t, 1, 1)
+    run = jax.jit(jax.shard_map(slots, mesh=mesh, in_specs=P(None, "seq"), out_specs=(P(None, "seq"), P("seq"))))
+    back, places = run(jax.device_put(q, jax.NamedSharding(mesh, P(None, "seq"))))
+    np.testing.assert_array_equal(back, q)
+    np.testing.assert_array_equal(np.sort(places), np.arange(4 * t))
+    pairs = (np.asarray(places).reshape(4, t) + 1).sum(1)
+    assert (len(set(pairs)) == 1) == (t % 2 == 0)
