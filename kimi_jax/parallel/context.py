@@ -2,8 +2,9 @@
 
 Per-device code for inside a `shard_map`: device i of `axis` holds the i-th of equal spans of each row. The short
 convolution needs the few inputs before its span, Kimi Delta Attention what the spans before do to a state (its
-size does not depend on the row's length), attention the latents of the whole row. With `axis` None the row is
-here whole, and the operations are the plain ones.
+size does not depend on the row's length), attention the latents of the whole row, and other queries in place of half
+of its own, or the last device would do twice the mean. With `axis` None the row is here whole, and the operations are
+the plain ones.
 
 `documents` are the document numbers of the whole row (`segments.document_ids`), the same on each device of `axis`:
 a span's own say neither whether its first token continues the document before, nor which document is the row's
