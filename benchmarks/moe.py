@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kimi_jax import heap
 from kimi_jax.ops.experts import Backend, expert_mlp
 from kimi_jax.ops.situ import swiglu
 from kimi_jax.parallel import expert
-from kimi_jax.train import keep_freed_memory
 
 R, E, K, Z, F = 8, 896, 16, 64, 32
 M = E // R
@@ -171,7 +171,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", help="write the results to this file too")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", R)
-    keep_freed_memory()
+    heap.keep_freed()
     peak, bandwidth = peak_flops(), peak_bandwidth()
     print(f"{R} ranks, {E} experts, top-{K}, widths {Z} and {F}; {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.0f} GB/s")
     cases = itertools.product(TOKENS, ("uniform", "zipf", "worst"))

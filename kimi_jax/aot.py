@@ -6,7 +6,6 @@ gives memory and collectives; FLOPs come from `flops`, speed limits from the chi
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -25,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kimi_jax import flops, hlo
+from kimi_jax import flops, heap, hlo
 from kimi_jax import generate as generation
 from kimi_jax.cache import cache_shapes
 from kimi_jax.config import Config, ConfigError
@@ -73,8 +72,6 @@ CHIPS = {
 }
 ON_CHIP_LINKS = 6
 """The two devices of a tpu7x chip are joined as by six links (page tpu7x)."""
-M_ARENA_MAX, M_TRIM_THRESHOLD = -8, -1
-"""Of glibc's mallopt."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +109,8 @@ def prepare() -> None:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device is opened, so two may compile at once
     quiet_libtpu()
     jax.config.update("jax_platforms", "cpu")
-    try:  # glibc: few heaps for the compiler's threads, for what one has freed serves its own threads alone
-        heap = ctypes.CDLL(None).mallopt
-        heap(M_ARENA_MAX, 4)
-        heap(M_TRIM_THRESHOLD, 128 * 2**20)
-    except (OSError, AttributeError, TypeError):
-        pass  # another C library
+    # Few arenas for the compiler's threads, for what one has freed serves its own threads alone.
+    heap.tune(arena_max=4, trim_threshold=128 * 2**20)
 
 
 def devices(topology: Topology) -> list[Any]:

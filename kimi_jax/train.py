@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import lzma
 import math
@@ -28,7 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kimi_jax import checkpoint, distributed, metrics, pretrained, sharding
+from kimi_jax import checkpoint, distributed, heap, metrics, pretrained, sharding
 from kimi_jax.config import Config, ConfigError, Source, at_step, from_dict, to_dict
 from kimi_jax.data import pipeline
 from kimi_jax.data import tokenizer as tokenizers
@@ -106,7 +105,7 @@ def run(config: Config, *, restart: bool = False) -> dict[str, Any]:
 
 def _run(config: Config, restart: bool) -> dict[str, Any]:
     """`run`, on the current mesh."""
-    keep_freed_memory()
+    heap.keep_freed()
     notebook = Console().is_jupyter  # there rich would want widgets; plain lines do
     terminal = False if notebook else None
     console = Console(highlight=False, force_jupyter=False, force_terminal=terminal, quiet=not distributed.is_lead())
@@ -517,22 +516,6 @@ def _signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def keep_freed_memory() -> None:
-    """Keeps XLA's temporaries mapped between steps on CPU.
-
-    glibc hands large blocks back to the kernel when they are freed; a step that takes them anew spends a quarter of
-    its time on page faults. A no-op where the C library has no `mallopt`. It keeps as many heaps as it likes: with one,
-    the threads of emulated devices wait for each other (`benchmarks/moe.py` takes 1.5 times as long).
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    mmap_threshold, trim_threshold, largest = -3, -1, 2**31 - 1
-    for option in (mmap_threshold, trim_threshold):
-        mallopt(option, largest)
 
 
 def _check_folder(folder: Path, config: Config, state_bytes: int) -> None:

@@ -18,7 +18,7 @@ PACKAGE = "kimi_jax"
 LAYERS = (
     {"config"},
     {"layout"},
-    {"sharding", "distributed"},
+    {"sharding", "distributed", "heap"},
     {"ops"},
     {"parallel"},
     {"cache"},
