@@ -19,8 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kimi_jax import hf, hf_config, shards
 from kimi_jax.config import load_config
+from kimi_jax.store import read as hf
+from kimi_jax.store import released_config as hf_config
+from kimi_jax.store import safetensors_files as shards
 
 GIB = 2**30
 
@@ -85,7 +87,7 @@ if sys.argv[1] == "copy":
     shutil.copytree(sys.argv[2], sys.argv[3])
     os.sync()
 else:
-    from kimi_jax.convert import convert
+    from kimi_jax.store.convert import convert
     convert(sys.argv[2], sys.argv[3], verify=sys.argv[1] == "verified")
 print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """

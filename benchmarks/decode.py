@@ -27,9 +27,9 @@ PEERS = {"linear": ("mlx-lm", "transformers"), "k3": ("mlx-lm",)}
 
 def export(name: str, folder: Path) -> None:
     """Writes a random model of about 120 M parameters, of which a token uses a third."""
-    from kimi_jax import hf
     from kimi_jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
-    from kimi_jax.model import init
+    from kimi_jax.model.kimi import init
+    from kimi_jax.store import read as hf
 
     kda = KDAConfig(num_heads=8, head_dim=64)
     config = ModelConfig(
@@ -65,9 +65,9 @@ def load_ours(folder: Path):
     import jax.numpy as jnp
     import numpy as np
 
-    from kimi_jax import hf
-    from kimi_jax.cache import init_cache
-    from kimi_jax.generate import decode, prefill
+    from kimi_jax.infer.generate import decode, prefill
+    from kimi_jax.model.cache import init_cache
+    from kimi_jax.store import read as hf
 
     model, config = hf.load(folder)
     likeliest = jax.jit(lambda logits: jnp.argmax(logits, -1))

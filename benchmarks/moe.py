@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax import heap
 from kimi_jax.ops.experts import Backend, expert_mlp
 from kimi_jax.ops.situ import swiglu
 from kimi_jax.parallel import expert
+from kimi_jax.train import heap
 
 R, E, K, Z, F = 8, 896, 16, 64, 32
 M = E // R

@@ -17,12 +17,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from kimi_jax import pretrained, train
 from kimi_jax.config import Config, ModelConfig, TokenizerConfig, load_config
 from kimi_jax.data import pipeline
-from kimi_jax.layers.param import arrays, declarations, with_arrays
-from kimi_jax.model import Kimi
-from kimi_jax.ops.mx import QTensor
+from kimi_jax.model.kimi import Kimi
+from kimi_jax.model.param import arrays, declarations, with_arrays
+from kimi_jax.ops.quant.mx import QTensor
+from kimi_jax.store import open as pretrained
+from kimi_jax.train import loop as train
 
 FORMATS = {
     "as trained": (None, None),

@@ -6,16 +6,7 @@ Softplus-gated KDA with a low-rank output gate, ungated MLA with full-rank queri
 full width, and the sign rule for balancing: the same code as K3 with other values. Sizes are ours.
 """
 
-from kimi_jax.config import (
-    Config,
-    DataConfig,
-    KDAConfig,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from kimi_jax.config import Config, DataConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
 
 config = Config(
     name="kimi_linear_tiny",

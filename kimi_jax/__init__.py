@@ -6,8 +6,8 @@ logits = model(tokens, segment_ids)
 train.run(load_config("k3_tiny"))
 """
 
-from kimi_jax.cache import Cache, init_cache
 from kimi_jax.config import Config, ConfigError, ModelConfig, load_config
-from kimi_jax.model import Kimi, init
+from kimi_jax.model.cache import Cache, init_cache
+from kimi_jax.model.kimi import Kimi, init
 
 __all__ = ["Cache", "Config", "ConfigError", "Kimi", "ModelConfig", "init", "init_cache", "load_config"]

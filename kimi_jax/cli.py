@@ -156,8 +156,8 @@ def train(argv: Sequence[str] | None = None) -> None:
             raise ConfigError(f"{config.name} has no mesh for {name!r}; it has {known}; or set --mesh.*")
         config = config if name is None else on_slice(config, name)
         args = tyro.cli(TrainArgs, args=argv, default=TrainArgs(config), prog="train NAME")
-        from kimi_jax import inspect as inspection
-        from kimi_jax import train as training
+        from kimi_jax.analysis import sizes as inspection
+        from kimi_jax.train import loop as training
 
         if args.dry_run:
             print(inspection.dry_run(args.config))
@@ -175,7 +175,8 @@ def train(argv: Sequence[str] | None = None) -> None:
 def evaluate(argv: Sequence[str]) -> None:
     with _plain_errors():
         args = tyro.cli(EvalArgs, args=_source_last(argv), prog="kimi-jax eval")
-        from kimi_jax import runs, sharding
+        from kimi_jax.parallel import mesh as sharding
+        from kimi_jax.train import evaluate as runs
 
         with sharding.on(sharding.make_mesh(args.mesh)):
             result = runs.evaluate(args.checkpoint, args.step, args.source, args.max_tokens)
@@ -199,7 +200,8 @@ def _source_last(argv: Sequence[str]) -> list[str]:
 def generate(argv: Sequence[str]) -> None:
     with _plain_errors():
         args = tyro.cli(GenerateArgs, args=argv, prog="kimi-jax generate")
-        from kimi_jax import runs, sharding
+        from kimi_jax.parallel import mesh as sharding
+        from kimi_jax.train import evaluate as runs
 
         with sharding.on(sharding.make_mesh(args.mesh)):
             pieces = runs.generate(
@@ -221,7 +223,7 @@ def generate(argv: Sequence[str]) -> None:
 def convert(argv: Sequence[str]) -> None:
     with _plain_errors():
         args = tyro.cli(ConvertArgs, args=argv, prog="kimi-jax convert")
-        from kimi_jax import convert as conversion
+        from kimi_jax.store import convert as conversion
 
         began = time.perf_counter()
         done = conversion.convert(
@@ -237,10 +239,10 @@ def inspect(argv: Sequence[str]) -> None:
     config, argv = _named_config(argv, "kimi-jax inspect")
     with _plain_errors():
         args = tyro.cli(InspectArgs, args=argv, default=InspectArgs(config), prog="kimi-jax inspect NAME")
-        from kimi_jax import inspect as inspection
+        from kimi_jax.analysis import sizes as inspection
 
         if args.manifest:
-            from kimi_jax import hf_names
+            from kimi_jax.store import names as hf_names
 
             print(*hf_names.manifest_lines(args.config.model), sep="\n")
             return
@@ -250,7 +252,7 @@ def inspect(argv: Sequence[str]) -> None:
 def aot(argv: Sequence[str]) -> None:
     config, argv = _named_config(argv, "kimi-jax aot")
     with _plain_errors():
-        from kimi_jax import aot as ahead
+        from kimi_jax.analysis import aot as ahead
 
         # The slice's own mesh is the default that options change, so the topology is read before they are.
         name = _value(argv, "--topology")
@@ -294,7 +296,7 @@ class _plain_errors:
         pass
 
     def __exit__(self, kind, error, trace) -> None:
-        from kimi_jax.shards import CheckpointError
+        from kimi_jax.store.safetensors_files import CheckpointError
 
         if isinstance(error, ConfigError | CheckpointError):
             _fail(str(error))

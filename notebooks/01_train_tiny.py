@@ -26,9 +26,12 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from kimi_jax import inspect, metrics, runs, train
+from kimi_jax.analysis import sizes as inspect
 from kimi_jax.config import TokenizerConfig, load_config
-from kimi_jax.generate import generate
+from kimi_jax.infer.generate import generate
+from kimi_jax.train import evaluate as runs
+from kimi_jax.train import loop as train
+from kimi_jax.train import metrics
 
 # %% [markdown]
 # ## The model
@@ -171,4 +174,4 @@ for name, continuations in (("temperature 0", greedy), ("temperature 0.8", drawn
 # - **Train on your text.** `data=replace(base.data, sources=(Source(kind="text", path="folder", glob="**/*.txt"),))`
 #   with `Source` from `kimi_jax.config`; `.jsonl` and `.parquet` work too.
 # - **Evaluate.** `runs.evaluate(folder, source=Source(kind="text", path="some.txt"))` gives bits per byte.
-# - **Read on.** `README.md` says where each part lies; `kimi_jax/model.py` is where to begin.
+# - **Read on.** `README.md` says where each part lies; `kimi_jax/model/kimi.py` is where to begin.

@@ -35,12 +35,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax import hlo, sharding, train
+from kimi_jax.analysis import hlo
 from kimi_jax.config import ConfigError, Mesh, Rules, load_config
-from kimi_jax.layers.param import arrays, declarations
-from kimi_jax.model import Kimi, init
+from kimi_jax.model.kimi import Kimi, init
+from kimi_jax.model.param import arrays, declarations
 from kimi_jax.parallel import context, expert
-from kimi_jax.step import abstract_state, make_eval_step, make_optimizer, make_step
+from kimi_jax.parallel import mesh as sharding
+from kimi_jax.train import loop as train
+from kimi_jax.train.step import abstract_state, make_eval_step, make_optimizer, make_step
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -214,7 +216,7 @@ tour(expert=2, tensor=2, seq=2)
 # ## The same number everywhere
 #
 # Initial parameters are a function of the seed and not of the mesh. So the loss is the same on each mesh, but for the
-# order of sums, which may change the last of about seven digits of a 32-bit float. `tests/test_meshes.py` compares
+# order of sums, which may change the last of about seven digits of a 32-bit float. `tests/parallel/test_meshes.py` compares
 # gradients and optimizer steps in the same way.
 
 # %%
@@ -225,9 +227,9 @@ for title, loss in losses.items():
 # %% [markdown]
 # ## What devices tell each other
 #
-# `kimi_jax.hlo.collectives` reads the communication from a compiled program, with loops counted. These are the forward
-# passes above. An **all-gather** collects the parts of an array on every device, an **all-reduce** sums arrays and
-# leaves the sum on every device, an **all-to-all** gives each device a part of each other's array, and a
+# `kimi_jax.analysis.hlo.collectives` reads the communication from a compiled program, with loops counted. These are the
+# forward passes above. An **all-gather** collects the parts of an array on every device, an **all-reduce** sums
+# arrays and leaves the sum on every device, an **all-to-all** gives each device a part of each other's array, and a
 # **collective-permute** sends to one neighbour. Bytes are what one device receives in all of them.
 #
 # With the expert axis, loops move as many windows of rows as a step's routing needs. That only the run can tell; such
@@ -449,4 +451,5 @@ plt.show()
 # - **See whether it fits.** `kimi-jax aot` compiles a training step for a TPU slice without having one, and reports
 #   memory and collectives.
 # - **Time it.** `benchmarks/moe.py` measures the experts' bytes and time for the routings above.
-# - **Read on.** `kimi_jax/sharding.py` has meshes and rules, `kimi_jax/parallel/` what devices do together.
+# - **Read on.** `kimi_jax/parallel/mesh.py` has meshes and rules, the rest of `kimi_jax/parallel/` what devices do
+#   together.

@@ -34,15 +34,18 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from kimi_jax import hf, pretrained, shards
 from kimi_jax.config import Source, load_config
-from kimi_jax.convert import convert
-from kimi_jax.data import sources, tokenizer
-from kimi_jax.generate import generate
-from kimi_jax.layers.param import arrays, with_arrays
-from kimi_jax.model import init
-from kimi_jax.ops import mx
-from kimi_jax.train import sample_text
+from kimi_jax.data import sources
+from kimi_jax.infer.generate import generate
+from kimi_jax.model.kimi import init
+from kimi_jax.model.param import arrays, with_arrays
+from kimi_jax.ops.quant import mx
+from kimi_jax.store import open as pretrained
+from kimi_jax.store import read as hf
+from kimi_jax.store import safetensors_files as shards
+from kimi_jax.store.convert import convert
+from kimi_jax.text import tokenizer
+from kimi_jax.train.loop import sample_text
 
 root = Path("released_checkpoint")
 shutil.rmtree(root, ignore_errors=True)

@@ -11,14 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax import sharding
-from kimi_jax.checkpoint import flatten
 from kimi_jax.config import Config, DataConfig, Mesh, OptimConfig, RoPEConfig, TrainConfig
-from kimi_jax.layers.param import declarations, partitions
-from kimi_jax.model import Kimi
+from kimi_jax.model.kimi import Kimi
+from kimi_jax.model.param import declarations, partitions
 from kimi_jax.optim.build import rule_label
-from kimi_jax.step import init_state, make_optimizer, make_step
-from kimi_jax.train import batch_sharding
+from kimi_jax.parallel import mesh as sharding
+from kimi_jax.store.checkpoint import flatten
+from kimi_jax.train.loop import batch_sharding
+from kimi_jax.train.step import init_state, make_optimizer, make_step
 from tests import tiny
 
 MESHES = {

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kimi_jax import cli, inspect, train
+from kimi_jax import cli
+from kimi_jax.analysis import sizes as inspect
+from kimi_jax.train import loop as train
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 
-from kimi_jax import shards
+from kimi_jax.store import safetensors_files as shards
 from tests.conftest import quick_environment
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax import hf, hf_config
 from kimi_jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPEConfig, load_config
-from kimi_jax.generate import generate
-from kimi_jax.layers.param import arrays, with_arrays
-from kimi_jax.model import Kimi, bias_layers, init
+from kimi_jax.infer.generate import generate
+from kimi_jax.model.kimi import Kimi, bias_layers, init
+from kimi_jax.model.param import arrays, with_arrays
+from kimi_jax.store import read as hf
+from kimi_jax.store import released_config as hf_config
 from tests import tiny
 from tests.conftest import rel_to_rms
 

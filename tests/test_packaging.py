@@ -100,7 +100,7 @@ def test_sdist_holds_what_the_test_line_needs(dist):
 def test_installed_package_finds_its_configs(isolated, installed):
     program = "import kimi_jax.config as c; print(c.__file__); print(*c.shipped_configs().values(), sep='\\n')"
     module, *configs = isolated("-c", program).split()
-    assert Path(module) == installed / "kimi_jax" / "config.py"
+    assert Path(module) == installed / "kimi_jax" / "config" / "__init__.py"
     assert {Path(path) for path in configs} == {installed / "kimi_jax" / "configs" / name for name in CONFIGS}
 
 

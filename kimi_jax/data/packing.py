@@ -16,7 +16,7 @@ import grain
 import numpy as np
 
 from kimi_jax.data.sources import Document
-from kimi_jax.data.tokenizer import Tokenizer
+from kimi_jax.text.tokenizer import Tokenizer
 
 BINS = 64  # rows that best fit chooses from; an epoch ends with one such set that is not full
 ENCODE_CHARS = 1 << 20  # text handed to the tokenizer at a time, so that its threads have work

@@ -18,9 +18,9 @@ import numpy as np
 
 from kimi_jax.config import DataConfig, ModelConfig, Source
 from kimi_jax.data import packing
-from kimi_jax.data import tokenizer as tokenizers
 from kimi_jax.data.sources import DataError, Document, Problems, read, side
-from kimi_jax.data.tokenizer import Tokenizer
+from kimi_jax.text import tokenizer as tokenizers
+from kimi_jax.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

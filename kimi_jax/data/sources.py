@@ -11,11 +11,11 @@ import json
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
 from kimi_jax.config import ConfigError, Source
+from kimi_jax.files import unit_hash
 
 GLOBS = {"text": "**/*", "jsonl": "**/*.jsonl", "parquet": "**/*.parquet"}
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -191,15 +191,6 @@ def _row(row: dict, where: str, source: Source, problems: Problems) -> Iterator[
     if not text:
         return problems.add(where, "empty document")
     yield Document(text, prompt, key=f"{len(prompt)}:{prompt}{text}")
-
-
-def unit_hash(key: str) -> float:
-    """A number in [0, 1) that depends on the key alone, on every machine alike.
-
-    >>> round(unit_hash("abc.py"), 4)
-    0.8085
-    """
-    return int.from_bytes(blake2b(key.encode(), digest_size=6).digest(), "big") / 2**48
 
 
 def side(documents: Iterable[Document], fraction: float, *, held_out: bool) -> Iterator[Document]:

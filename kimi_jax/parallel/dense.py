@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from kimi_jax.ops.loss import chunked_cross_entropy
-from kimi_jax.sharding import axes_of, mesh_axes_of, per_device, spec_of, vary, varying
+from kimi_jax.parallel.mesh import axes_of, mesh_axes_of, per_device, spec_of, vary, varying
 
 Axes = tuple[str, ...]
 

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from kimi_jax.ops import experts
-from kimi_jax.ops.mx import QTensor
+from kimi_jax.ops.quant.mx import QTensor
 from kimi_jax.parallel.dense import gather, gather_weight, narrowed, sum_scatter
-from kimi_jax.sharding import vary, varying
+from kimi_jax.parallel.mesh import vary, varying
 
 Balance = Literal["exact", "none"]
 Transport = Literal["gather", "a2a", "ragged"]

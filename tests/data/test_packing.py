@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kimi_jax.data import packing
 from kimi_jax.data.sources import Document
-from kimi_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from kimi_jax.text.tokenizer import ByteTokenizer, Tokenizer
 
 BYTES = ByteTokenizer()
 DOCUMENTS = st.lists(

@@ -16,7 +16,7 @@ import pytest
 from kimi_jax.config import ConfigError, DataConfig, Source, TokenizerConfig
 from kimi_jax.data import packing, pipeline
 from kimi_jax.data.sources import DataError
-from kimi_jax.data.tokenizer import ByteTokenizer
+from kimi_jax.text.tokenizer import ByteTokenizer
 from tests.data.conftest import model_config
 from tests.data.test_packing import runs
 
@@ -177,7 +177,8 @@ def test_the_stream_goes_on_in_a_new_process(corpus, tmp_path):
     program = f"""if True:
         import json, itertools
         from kimi_jax.config import DataConfig, Source, TokenizerConfig
-        from kimi_jax.data import pipeline, tokenizer
+        from kimi_jax.data import pipeline
+        from kimi_jax.text import tokenizer
         from tests.data.conftest import model_config
         from tests.data.test_pipeline import digest
         data = pipeline.load({config!r}, model_config(300), tokenizer.load({str(tmp_path / "tokenizer")!r}))

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from kimi_jax.config import OptimConfig
-from kimi_jax.layers.param import AdamW, Balanced, Declaration, Muon, QKClip, zeros
+from kimi_jax.model.param import AdamW, Balanced, Declaration, Muon, QKClip, zeros
 from kimi_jax.optim.build import build, rule_label, table, update_rms
 from kimi_jax.optim.muon import scale_by_muon
 from kimi_jax.optim.schedule import cosine_with_warmup

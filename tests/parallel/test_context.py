@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax import hlo
+from kimi_jax.analysis import hlo
 from kimi_jax.ops import conv, segments
 from kimi_jax.ops import kda as kda_op
 from kimi_jax.ops.attention import latent_attention

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kimi_jax.ops.experts import expert_mlp
-from kimi_jax.ops.mx import QTensor
+from kimi_jax.ops.quant.mx import QTensor
 from kimi_jax.ops.situ import swiglu
 from kimi_jax.parallel import expert
 from tests.conftest import rel_to_max, rel_to_rms

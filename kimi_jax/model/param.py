@@ -1,0 +1,237 @@
+"""`param` declares a parameter once: shape, axes, initialiser, dtype and how the optimizer sees it.
+
+A module's parameters are declared as shapes (`jax.ShapeDtypeStruct`), so building any model, 2.78 T parameters
+included, allocates nothing; `materialise` fills them. Axes in a rule are negative (counted from the right), so
+that stacking layers in front never changes what a rule means.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kimi_jax.config import Rules
+from kimi_jax.ops.quant.mx import QTensor
+from kimi_jax.parallel import dense
+from kimi_jax.parallel.mesh import check_divides, current_mesh, spec
+
+Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Per-head Muon: axes `rows` x `cols`, each flattened, are a matrix; all other axes count its blocks."""
+
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AdamW:
+    decay: bool
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """The router's correction bias: no gradient; moved once a step by the expert counts."""
+
+
+@dataclass(frozen=True)
+class QKClip:
+    """How QK-Clip scales a query or key weight: axis -2 is heads; along axis -1, `parts` gives widths and the
+    exponent of the head's clip factor gamma (K2 report, section 2.1)."""
+
+    parts: tuple[tuple[int, float], ...]
+
+
+Rule = Muon | AdamW | Balanced
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What `param` was told, kept as the variable's metadata."""
+
+    axes: tuple[str, ...]
+    init: Init
+    rule: Rule
+    clip: QKClip | None
+
+
+def param(
+    shape: tuple[int, ...],
+    axes: str,
+    init: Init,
+    rule: Rule,
+    *,
+    stack: tuple[int, ...] = (),
+    dtype: jnp.dtype,
+    clip: QKClip | None = None,
+) -> nnx.Param:
+    """Declares one parameter.
+
+    Args:
+        shape: shape of one layer's parameter.
+        axes: logical names of its axes, separated by blanks, e.g. "embed heads head_dim".
+        init: fills an array of `shape` from a NumPy generator.
+        rule: `Muon`, `AdamW` or `Balanced`.
+        stack: leading axes of layers that are scanned over.
+        dtype: stored dtype.
+        clip: how QK-Clip scales it, for query and key weights of MLA.
+    """
+    names = tuple(axes.split())
+    if len(names) != len(shape):
+        raise ValueError(f"{len(shape)} axes {shape} need as many names, got {names}")
+    if isinstance(rule, Muon) and sorted(rule.rows + rule.cols) != sorted(set(rule.rows + rule.cols)):
+        raise ValueError(f"rows {rule.rows} and cols {rule.cols} of a Muon rule overlap")
+    if isinstance(rule, Muon) and min(rule.rows + rule.cols) < -len(shape):
+        raise ValueError(f"a Muon rule over axes {rule.rows}, {rule.cols} reaches outside shape {shape}")
+    declared = Declaration(names, init, rule, clip)
+    return nnx.Param(jax.ShapeDtypeStruct((*stack, *shape), dtype), declared=declared)
+
+
+def named_params(module: nnx.Module) -> dict[str, nnx.Param]:
+    """Dotted path -> variable, e.g. `segments.1.runs.0.attention.w_q`, in the order of `jax.tree.leaves`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _is_packed(x) -> bool:
+    return isinstance(x, QTensor)
+
+
+def arrays(module: nnx.Module) -> dict[str, jax.Array]:
+    """Dotted path -> array: the plain dict that the optimizer and checkpoints work on. A packed weight is one entry."""
+    return dict(zip(named_params(module), jax.tree.leaves(module, is_leaf=_is_packed), strict=True))
+
+
+def with_arrays(module: Tree, values: dict[str, jax.Array]) -> Tree:
+    """The module with its parameters replaced by `values`, a dict as `arrays` returns it; weights may be packed."""
+    names = named_params(module)  # type: ignore[arg-type]
+    if values.keys() != names.keys():
+        missing, extra = sorted(names.keys() - values.keys()), sorted(values.keys() - names.keys())
+        raise ValueError(f"parameters differ from the model's: missing {missing}, unexpected {extra}")
+    return jax.tree.unflatten(jax.tree.structure(module, is_leaf=_is_packed), [values[name] for name in names])
+
+
+def declarations(module: nnx.Module) -> dict[str, Declaration]:
+    """Dotted path -> what `param` was told."""
+    return {name: variable.get_metadata()["declared"] for name, variable in named_params(module).items()}
+
+
+def partitions(module: nnx.Module, rules: Rules, sizes: dict[str, int]) -> dict[str, P]:
+    """Dotted path -> how the parameter is cut over mesh axes of these sizes.
+
+    Raises:
+        ConfigError: an axis that the mesh does not divide, or two axes of one parameter on one mesh axis.
+    """
+    result = {}
+    for name, variable in named_params(module).items():
+        declared: Declaration = variable.get_metadata()["declared"]
+        shape = variable.get_value().shape
+        stack = len(shape) - len(declared.axes)
+        partition = spec(rules, declared.axes, sizes)
+        check_divides(name, declared.axes, shape[stack:], partition, sizes)
+        result[name] = P(*[None] * stack, *partition)
+    return result
+
+
+def place(module: Tree, rules: Rules) -> Tree:
+    """The module's shapes with their shardings on the current mesh; the module itself without one."""
+    mesh = current_mesh()
+    if mesh is None:
+        return module
+    cut = partitions(module, rules, dict(mesh.shape))  # type: ignore[arg-type]
+    shapes = arrays(module)  # type: ignore[arg-type]
+    return with_arrays(
+        module,
+        {
+            name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=NamedSharding(mesh, cut[name]))  # type: ignore[arg-type]
+            for name in shapes
+        },
+    )
+
+
+def materialise(module: Tree, seed: int) -> Tree:
+    """Fills declared shapes with initial values, each process what its devices hold.
+
+    Each layer's parameter (each expert's, too) draws from its own NumPy generator, seeded by `seed`, the path and
+    the layer, so that values depend neither on the order of parameters, nor on the mesh, nor on the platform.
+    """
+    values = {}
+    for name, variable in named_params(module).items():  # type: ignore[arg-type]
+        values[name] = _filled(name, variable.get_metadata()["declared"], variable.get_value(), seed)
+    return with_arrays(module, values)
+
+
+def _filled(name: str, declared: Declaration, like: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    shape, sharding = like.shape, like.sharding
+    lead = len(shape) - len(declared.axes) + (declared.axes[0] == "experts")  # axes of blocks with their own numbers
+    whole = (slice(None),) * len(shape)
+    held: Any = {None: whole} if sharding is None else sharding.addressable_devices_indices_map(shape)
+    bounds = {d: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)) for d, index in held.items()}
+    parts = {b: np.empty([stop - start for start, stop in b], like.dtype) for b in set(bounds.values())}
+    for block in np.ndindex(*shape[:lead]):
+        takers = [b for b in parts if all(lo <= i < hi for i, (lo, hi) in zip(block, b[:lead], strict=True))]
+        if takers:
+            rng = np.random.default_rng([seed, zlib.crc32(name.encode()), *block])
+            drawn = declared.init(rng, shape[lead:])
+            for b in takers:
+                here = tuple(i - lo for i, (lo, _) in zip(block, b[:lead], strict=True))
+                parts[b][here] = drawn[tuple(slice(*ends) for ends in b[lead:])]
+    if sharding is None:
+        return jnp.asarray(parts[bounds[None]])
+    on_devices = [jax.device_put(parts[b], device) for device, b in bounds.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, on_devices)
+
+
+def count(module: nnx.Module) -> int:
+    """Number of scalar parameters."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(module, is_leaf=_is_packed))
+
+
+def normal(std: float) -> Init:
+    return lambda rng, shape: rng.standard_normal(shape, np.float32) * np.float32(std)
+
+
+def zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+def ones(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+def uniform(bound: float) -> Init:
+    return lambda rng, shape: rng.uniform(-bound, bound, shape)
+
+
+def log_uniform(low: float, high: float) -> Init:
+    """log U(low, high): A_log of Kimi Linear (Mamba-2)."""
+    return lambda rng, shape: np.log(rng.uniform(low, high, shape))
+
+
+def inverse_softplus_dt(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Mamba-2's dt_bias: softplus^-1(dt), dt = exp(U(log 1e-3, log 1e-1)), at least 1e-4."""
+    dt = np.maximum(np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), shape)), 1e-4)
+    return dt + np.log(-np.expm1(-dt))
+
+
+def einsum(equation: str, x: jax.Array, weight: nnx.Param, **options) -> jax.Array:
+    """x times a weight, on any mesh; see `parallel.dense.einsum`."""
+    return dense.einsum(equation, x, weight.get_value(), **options)
+
+
+def exact_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Dtype of what a bf16 model still stores exactly (A_log, dt_bias, conv, o_norm, correction bias)."""
+    return jnp.promote_types(dtype, jnp.float32)

@@ -1,0 +1,491 @@
+"""Released checkpoints in and out: read in slices onto any mesh, planned, and written tensor by tensor.
+
+What their tensors are called and how they lie is in `hf_names`, their config.json in `hf_config`, their files in
+`shards`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kimi_jax.config import ConfigError, ModelConfig, Rules
+from kimi_jax.model.kimi import Kimi
+from kimi_jax.model.param import arrays, declarations, place, with_arrays
+from kimi_jax.ops.quant.mx import BLOCK, GROUP, Kind, QTensor
+from kimi_jax.parallel.mesh import axes_of
+from kimi_jax.store import safetensors_files as shards
+from kimi_jax.store.names import Stored, Tensor, manifest, match, stored
+from kimi_jax.store.released_config import (
+    CONFIG,
+    check_quantization,
+    differences,
+    quantization_config,
+    read_config,
+    released_config,
+)
+from kimi_jax.store.safetensors_files import DTYPES, INDEX, CheckpointError, Directory, Entry, Shard
+
+PARTS = ("packed", "scale")
+"""Arrays of a `QTensor`."""
+SHARD_BYTES = 5 * 2**30
+
+
+def load(
+    path: str | Path, *, dtype=jnp.float32, packed: bool = False, rules: Rules | None = None
+) -> tuple[Kimi, ModelConfig]:
+    """Loads a released directory of K3, Kimi Linear or K2 onto the current mesh, each process what its devices hold.
+
+    What is quantized (MXFP4, block-FP8, INT4) is told by names and dtypes in the files, and decoded.
+
+    Args:
+        path: directory with `config.json` and `model.safetensors`, or shards and their index.
+        dtype: of parameters and compute, whatever config.json says. What the family stores as F32 is at least f32.
+            None for the narrowest that holds every number that is not quantized.
+        packed: routed experts that are quantized stay so, as `QTensor`.
+        rules: how parameters are cut over the mesh.
+
+    Returns:
+        The model and its config.
+
+    Raises:
+        CheckpointError: missing, unexpected or mis-shaped tensors, unreadable files, shard names that leave the
+            directory; every one of them is named.
+        ConfigError: a config.json that describes another kind of model.
+    """
+    if dtype is not None and jnp.dtype(dtype) == jnp.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ConfigError('dtype=float64 needs jax.config.update("jax_enable_x64", True)')
+    release = Release(path)
+    config = release.config
+    if dtype is not None:
+        config = replace(config, dtype=jnp.dtype(dtype).name, param_dtype=jnp.dtype(dtype).name)
+    model = place(Kimi(config), rules or Rules())
+    values = {}
+    for name, like in arrays(model).items():
+        kind = release.kinds.get(name) if packed else None
+        if kind is None:
+            values[name] = _array(release, name, like.shape, like.dtype, like.sharding)
+        else:
+            values[name] = jax.tree.map(
+                lambda part, leaf: _array(release, leaf, part.shape, part.dtype, part.sharding),
+                packed_shape(name, like, kind, release.shapes(name)),
+                QTensor(f"{name}.packed", f"{name}.scale", kind),  # type: ignore[arg-type]
+            )
+    return with_arrays(model, values), config
+
+
+def _array(release: Release, leaf: str, shape, dtype, sharding) -> jax.Array:
+    if sharding is None:
+        return jnp.asarray(release.read(leaf, (slice(None),) * len(shape), dtype))
+    held: dict[str, np.ndarray] = {}
+
+    def read(index) -> np.ndarray:  # once for all devices that hold the same
+        if str(index) not in held:
+            held[str(index)] = release.read(leaf, index or (), dtype)
+        return held[str(index)]
+
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
+def packed_shape(
+    name: str, like, kind: Kind, shapes: Mapping[str, jax.ShapeDtypeStruct], *, decoded: bool = False
+) -> QTensor:
+    """A parameter's packed form: `packed` and `scale` of these shapes, cut over the mesh as the parameter is.
+
+    Args:
+        name: path of the parameter.
+        like: its shape and sharding.
+        kind: its format.
+        shapes: of `packed` and `scale`.
+        decoded: it is to be decoded. An axis then stays whole where the mesh would cut through blocks.
+
+    Raises:
+        ConfigError: the mesh cuts through blocks, and the parameter is to stay packed.
+    """
+    sharding = like.sharding
+    if sharding is not None:
+        *lead, rows, cols = sharding.spec
+        flipped = [cols, rows]  # it is stored transposed
+        for part, s in shapes.items():
+            for at, (size, axes) in enumerate(zip(s.shape[-2:], (cols, rows), strict=True)):
+                ways = math.prod(sharding.mesh.shape[axis] for axis in axes_of(axes))
+                if size % ways:
+                    if not decoded:
+                        raise ConfigError(
+                            f"{name}.{part}: an axis of {size} blocks with a scale each does not divide over mesh axes "
+                            f"{' x '.join(axes_of(axes))} = {ways}; load it decoded, or choose another mesh"
+                        )
+                    flipped[at] = None
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*lead, *flipped))
+    parts = (jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in shapes.values())
+    return QTensor(*parts, kind)  # type: ignore[arg-type]
+
+
+class Release:
+    """A released directory, opened and checked: the parameters of our tree, read in slices.
+
+    Attributes:
+        config: the model, in the dtypes that hold every number as released.
+        leaves: path -> shape and dtype of all arrays of the tree, experts that are quantized as `.packed` and `.scale`.
+        kinds: path of each parameter that can stay packed -> its format.
+        carried: names of the tensors whose bytes do not follow from `leaves`: those of other parts of a multimodal
+            model, and what is quantized outside of experts.
+
+    Raises:
+        CheckpointError: as in `load`.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        config = read_config(path)
+        check_quantization(self.path / CONFIG)
+        self.directory = Directory(path)
+        entries = self.directory.entries
+        self.stored = match(entries, config, path)
+        wide = any(
+            s.part == "plain" and s.dtypes[0] == "BF16" and entries[name].dtype == "F32"
+            for name, s in self.stored.items()
+        )
+        dtype = "float32" if wide else "bfloat16"
+        self.config = replace(config, dtype=dtype, param_dtype=dtype)
+        self._parts: dict[str, dict[str, str]] = {}
+        known: dict[str, Tensor] = {}
+        for name, s in self.stored.items():
+            known[s.tensor.name] = s.tensor
+            self._parts.setdefault(s.tensor.name, {})[s.part] = name
+        self._tensors = list(known.values())
+        placed: dict[str, dict[tuple[int, ...], int]] = {}
+        for number, tensor in enumerate(self._tensors):
+            for param in tensor.params:
+                placed.setdefault(param, {})[tensor.index] = number
+        self._places: dict[str, np.ndarray] = {}
+        self.kinds: dict[str, Kind] = {}
+        self.leaves: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+        model = Kimi(self.config)
+        declared = declarations(model)
+        for param, like in arrays(model).items():
+            indices = list(placed[param])
+            stack = like.shape[: len(indices[0])]
+            self._places[param] = np.empty(stack, np.int64)
+            for index, number in placed[param].items():
+                self._places[param][index] = number
+            found: list[Kind | None] = list({self._kind(self._tensors[number]) for number in placed[param].values()})
+            kind = found[0] if len(found) == 1 and declared[param].axes[0] == "experts" else None
+            if kind is None:
+                self.leaves[param] = like.shape, np.dtype(like.dtype)
+                continue
+            self.kinds[param] = kind
+            parts = self._parts[self._tensors[placed[param][indices[0]]].name]
+            for part in PARTS:
+                entry = entries[parts[part]]
+                self.leaves[f"{param}.{part}"] = (*stack, *entry.shape), DTYPES[entry.dtype]
+        self.carried = [
+            name
+            for name in entries
+            if name not in self.stored
+            or (self.stored[name].part in PARTS and self.stored[name].tensor.params[0] not in self.kinds)
+        ]
+
+    def shapes(self, param: str) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the arrays of a parameter that can stay packed."""
+        return {part: jax.ShapeDtypeStruct(*self.leaves[f"{param}.{part}"]) for part in PARTS}
+
+    def read(self, leaf: str, index: tuple[slice, ...], dtype=None) -> np.ndarray:
+        """A slice of one of `leaves`, or of a packed parameter by its own path, which is then decoded."""
+        param, _, part = leaf.rpartition(".")
+        if param not in self.kinds:
+            param, part = leaf, None
+        places = self._places[param]
+        stack = places.ndim
+        numbers = places[index[:stack]]
+        dtype = np.dtype(dtype or self.leaves[leaf][1])
+        out: np.ndarray | None = None
+        for at, number in np.ndenumerate(numbers):
+            tensor = self._tensors[number]
+            if part is not None:
+                value = self.directory.read(self._parts[tensor.name][part])[index[stack:]]
+            elif self._kind(tensor) is None:
+                name = self._parts[tensor.name]["plain"]
+                value = tensor.decode(self.directory.read(name))[tensor.params.index(param)][index[stack:]]
+            else:
+                value = self._decoded(tensor, param, index[stack:], dtype)
+            if out is None:
+                out = np.empty((*numbers.shape, *value.shape), dtype)
+            _copy(out[at], value)
+        assert out is not None
+        return out
+
+    def _kind(self, tensor: Tensor) -> Kind | None:
+        return self.stored[next(iter(self._parts[tensor.name].values()))].kind
+
+    def _decoded(self, tensor: Tensor, param: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """A slice of a layer's parameter out of a quantized tensor, of which no more than its blocks are read."""
+        packed, scale = (self.directory.read(self._parts[tensor.name][part]) for part in PARTS)
+        kind = self._kind(tensor)
+        assert kind is not None
+        sides = (BLOCK, BLOCK) if kind == "fp8_block" else (1, GROUP)
+        blocks = []
+        for axis, (size, side) in enumerate(zip(tensor.shape, sides, strict=True)):
+            # Codecs split and move axes, so that a slice has its first and last row and column at its corners.
+            numbers = np.broadcast_to(np.expand_dims(np.arange(size), 1 - axis), tensor.shape)
+            part = tensor.decode(numbers)[tensor.params.index(param)][index]
+            blocks.append(slice(part[(0,) * part.ndim] // side, part[(-1,) * part.ndim] // side + 1))
+        entries = scale.shape[1] * sides[1] // packed.shape[1] if kind != "fp8_block" else 1
+        rows, cols = (slice(b.start * side, b.stop * side) for b, side in zip(blocks, sides, strict=True))
+        w = unpack(packed[rows, cols.start // entries : cols.stop // entries], scale[tuple(blocks)], kind, dtype)
+        if w.shape != tensor.shape:
+            whole = np.empty(tensor.shape, dtype)  # memory that is not touched is none
+            _copy(whole[rows, cols], w)
+            w = whole
+        return tensor.decode(w)[tensor.params.index(param)][index]
+
+
+def _copy(out: np.ndarray, value: np.ndarray) -> None:
+    """out <- value, which may be transposed: in strips, so that both stay in the processor's cache."""
+    if out.dtype == value.dtype:  # of the same dtype, bits: NumPy is slow with those it does not know
+        out, value = (a.view(f"u{a.itemsize}") for a in (out, value))
+    if value.ndim < 2 or value.flags.c_contiguous:
+        out[...] = value
+        return
+    axis, fast = int(np.argmax(value.strides)), int(np.argmin(value.strides))
+    lines = max(1, value.size // value.shape[fast] // value.shape[axis])
+    step = max(1, 128 // lines)
+    for start in range(0, value.shape[axis], step):
+        part = (*(slice(None),) * axis, slice(start, start + step))
+        out[part] = value[part]
+
+
+def unpack(packed: np.ndarray, scale: np.ndarray, kind: Kind, dtype) -> np.ndarray:
+    """Decodes a quantized matrix `[out, in]` on the host."""
+    with _on_host():
+        return np.asarray(_unpack(np.asarray(packed), np.asarray(scale), kind, jnp.dtype(dtype)))
+
+
+def pack(w: np.ndarray, kind: Kind) -> dict[str, np.ndarray]:
+    """Encodes a matrix `[out, in]` on the host: its `packed` and its `scale`.
+
+    Raises:
+        ValueError: NaN or infinity in it, or a width that does not divide into groups.
+    """
+    if not np.isfinite(w).all():
+        raise ValueError(f"{np.count_nonzero(~np.isfinite(w)):,} of {w.size:,} values are NaN or infinite")
+    with _on_host():
+        q = _pack(np.ascontiguousarray(w), kind)
+        return {"packed": np.asarray(q.packed), "scale": np.asarray(q.scale)}
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _unpack(packed, scale, kind, dtype):
+    return QTensor(packed, scale, kind).decode(dtype).mT
+
+
+@partial(jax.jit, static_argnums=1)
+def _pack(w, kind):
+    return QTensor.encode(w.mT, kind)
+
+
+def _on_host():
+    """One CPU device, whatever mesh is set."""
+    device = jax.local_devices(backend="cpu")[0]
+    return jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("host",), axis_types=(jax.sharding.AxisType.Explicit,)))
+
+
+@dataclass
+class Plan:
+    """A released directory that is to be written: its files, and where the data of each tensor comes from."""
+
+    config: str
+    """Text of config.json."""
+    files: dict[str, Shard]
+    stored: dict[str, Stored]
+    """Those of `files` that come from parameters; the others come from `original`."""
+    index: str | None
+    original: Directory | None = None
+    """Tensors as they were released."""
+    _last: tuple[str, dict[str, np.ndarray]] = field(default=("", {}), repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.files.values())
+
+    def blocks(self, file: str, source: Parameters) -> Iterator[np.ndarray]:
+        """The data of a file's tensors, in order, in blocks."""
+        for name, entry in self.files[file].entries.items():
+            yield from self.tensor(name, entry, source)
+
+    def tensor(self, name: str, entry: Entry, source: Parameters) -> Iterator[np.ndarray]:
+        """The data of one tensor, in blocks."""
+        if name not in self.stored:
+            assert self.original is not None
+            yield from self.original.blocks(name)
+            return
+        s, dtype = self.stored[name], DTYPES[entry.dtype]
+        if s.part == "shape":
+            yield np.array(s.tensor.shape, dtype)
+        elif s.part == "plain":
+            for w in self._matrices(s.tensor, source):
+                yield _cast(w, dtype)
+        elif source.kinds.get(s.tensor.params[0]) == s.kind:
+            yield source.fetch(f"{s.tensor.params[0]}.{s.part}", s.tensor.index)
+        else:
+            if self._last[0] != s.tensor.name:
+                self._last = s.tensor.name, self._packed(s, source)
+            yield self._last[1][s.part].astype(dtype)
+
+    def _matrices(self, tensor: Tensor, source: Parameters) -> Iterator[np.ndarray]:
+        """The tensor in its released shape; a large one in blocks of rows."""
+        rows = tensor.shape[0] if tensor.shape else 1
+        step = max(1, shards.BLOCK // (4 * max(1, math.prod(tensor.shape[1:]))))
+        if tensor.rows is None or step >= rows or tensor.params[0] in source.kinds:
+            yield tensor.encode(*(source.value(param, tensor.index) for param in tensor.params))
+            return
+        for start in range(0, rows, step):
+            part = (*(slice(None),) * tensor.rows, slice(start, min(start + step, rows)))
+            yield tensor.encode(source.fetch(tensor.params[0], (*tensor.index, *part)))
+
+    def _packed(self, s: Stored, source: Parameters) -> dict[str, np.ndarray]:
+        """A matrix in a quantized format: the bytes that it was released with, as long as it is still the same."""
+        tensor, kind = s.tensor, s.kind
+        assert kind is not None
+        w = tensor.encode(*(source.value(param, tensor.index) for param in tensor.params))
+        names = {part.part: part.name for part in stored(tensor, kind)}
+        if self.original is not None and names["packed"] in self.original.where:
+            released = {part: self.original.read(names[part]) for part in PARTS}
+            before = unpack(released["packed"], released["scale"], kind, w.dtype)
+            if before.tobytes() == np.ascontiguousarray(w).tobytes():
+                return released
+        try:
+            return pack(w, kind)
+        except ValueError as error:
+            raise CheckpointError(f"{tensor.name} cannot be stored as {kind}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Where parameters come from that are to be written."""
+
+    fetch: Callable[[str, tuple], np.ndarray]
+    """(path of an array, index) -> what lies there, on the host."""
+    kinds: Mapping[str, Kind]
+    """Parameters that are packed, as arrays `.packed` and `.scale` under their path."""
+
+    def value(self, param: str, index: tuple) -> np.ndarray:
+        """A parameter, decoded if it is packed."""
+        kind = self.kinds.get(param)
+        if kind is None:
+            return self.fetch(param, index)
+        return unpack(self.fetch(f"{param}.packed", index), self.fetch(f"{param}.scale", index), kind, np.float32).T
+
+
+def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    out = np.empty(values.shape, dtype)
+    _copy(out, values)
+    return out
+
+
+def plan(config: ModelConfig, *, packed: bool, max_shard_bytes: int = SHARD_BYTES) -> Plan:
+    """How a model is written in the layout of its family; `packed` in its quantized format, if it has one."""
+    parts = list(manifest(config, packed=packed))
+    files = shards.divide((s.entry for s in parts), max_shard_bytes)
+    index = shards.index_of(files) if len(files) > 1 else None
+    text = released_config(config)
+    if packed and (quantization := quantization_config(config)) is not None:
+        (text.get("text_config") or text)["quantization_config"] = quantization
+    return Plan(json.dumps(text, indent=2) + "\n", files, {s.name: s for s in parts}, index)
+
+
+def plan_like(config: ModelConfig, files: dict[str, Shard], folder: str | Path, original: Directory | None) -> Plan:
+    """How a model is written in the place of another of the same shape, tensors it does not have included.
+
+    Args:
+        config: the model.
+        files: headers to write.
+        folder: with the config.json and, if there is one, the index to write.
+        original: tensors that are carried through, and those whose released bytes are kept while they are unchanged.
+
+    Raises:
+        CheckpointError: they are not those of the model.
+    """
+    folder = Path(folder)
+    theirs, ours = released_config(read_config(folder)), released_config(config)
+    if theirs != ours:
+        raise CheckpointError(f"{folder / CONFIG} is not the model's:\n  " + "\n  ".join(differences(theirs, ours)))
+    entries = {name: entry for shard in files.values() for name, entry in shard.entries.items()}
+    found = match(entries, config, folder)
+    lost = sorted(name for name in entries.keys() - found.keys() if original is None or name not in original.where)
+    if lost:
+        raise CheckpointError(f"{folder} lacks the data of:\n  " + "\n  ".join(lost))
+    index = (folder / INDEX).read_text() if (folder / INDEX).is_file() else None
+    return Plan((folder / CONFIG).read_text(), files, found, index, original)
+
+
+def save(
+    path: str | Path, model: Kimi, config: ModelConfig, *, packed: bool = False, max_shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes the model in the released layout and dtypes, so that `save(load(x))` holds the bytes of x's tensors.
+
+    The directory appears under its name only when it is whole.
+
+    Args:
+        path: a new directory.
+        model: on the host or any mesh of one process. Experts may be `QTensor`.
+        config: `model.config`.
+        packed: in the quantized format of the family: K3's experts in MXFP4, K2 in block-FP8. Kimi Linear has none.
+        max_shard_bytes: most bytes of a file.
+
+    Raises:
+        CheckpointError: `path` exists and is not an empty directory, or the disk is too small; a matrix that the
+            format cannot hold.
+    """
+    path = Path(path).absolute()
+    if _model_alone(config) != _model_alone(model.config):
+        raise ConfigError("the config is not that of the model; pass model.config")
+    check_new(path)
+    values: dict[str, Any] = arrays(model)
+    kinds: dict[str, Kind] = {name: value.kind for name, value in values.items() if isinstance(value, QTensor)}
+    flat = {name: value for name, value in values.items() if name not in kinds}
+    for name in kinds:
+        flat |= {f"{name}.packed": values[name].packed, f"{name}.scale": values[name].scale}
+    source = Parameters(lambda leaf, index: np.asarray(flat[leaf])[index], kinds)
+    made = plan(config, packed=packed, max_shard_bytes=max_shard_bytes)
+    check_disk(path, made.num_bytes)
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for file, shard in made.files.items():
+        shards.write(partial / file, shard, made.blocks(file, source))
+    if made.index is not None:
+        (partial / INDEX).write_text(made.index)
+    (partial / CONFIG).write_text(made.config)
+    if path.exists():
+        path.rmdir()
+    partial.rename(path)
+
+
+def _model_alone(config: ModelConfig) -> ModelConfig:
+    """The config without what the numbers do not depend on."""
+    return replace(config, dtype="float32", param_dtype="float32", remat="none")
+
+
+def check_new(path: Path) -> None:
+    """Refuses to write where something is."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists already; choose a new directory or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def check_disk(path: Path, needed: int) -> None:
+    """Refuses a directory for which its disk is too small."""
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise CheckpointError(f"{path} needs {needed:,} bytes and the disk has {free:,} free; choose another disk")

@@ -1,0 +1,475 @@
+"""Two processes of four CPU devices each as one run, through death, preemption and restart; and how they find each
+other."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from kimi_jax.config import ConfigError, Mesh
+from kimi_jax.model.kimi import init
+from kimi_jax.parallel import mesh as sharding
+from kimi_jax.parallel import processes as distributed
+from kimi_jax.store import read as hf
+from kimi_jax.store import safetensors_files as shards
+from kimi_jax.store.convert import convert
+from kimi_jax.train import loop as train
+from kimi_jax.train import metrics
+from tests import tiny
+from tests.conftest import quick_environment
+
+COMPILE_QUICKLY = True
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HEARTBEAT = 10
+"""Seconds of silence after which a process counts as dead; JAX's default is 100."""
+
+ONE_PROGRAM = """
+import jax
+import jax._src.cache_key as keys
+# A CPU's topology names the process, so that two processes would each compile every program, at each start.
+if hasattr(keys, "_hash_accelerator_config"):
+    keys._hash_accelerator_config = keys._hash_devices
+    jax.config.update("jax_share_binary_between_hosts", True)
+    jax.config.update("jax_share_binary_between_hosts_timeout_ms", 300_000)
+"""
+"""Makes the processes share what one of them has compiled."""
+
+PROCESS = f"""{ONE_PROGRAM}
+import os
+from kimi_jax import cli
+from kimi_jax.parallel import processes as distributed
+from kimi_jax.train import metrics
+if "SIGNAL" in os.environ:  # one that comes at a record, not when another process gets round to sending it
+    number, record = map(int, os.environ["SIGNAL"].split())
+    def write_and_signal(self, step, kind, write=metrics.Metrics.write, **values):
+        write(self, step, kind, **values)
+        if step == record:
+            os.kill(os.getpid(), number)
+    metrics.Metrics.write = write_and_signal
+distributed.initialize(heartbeat_timeout_seconds={HEARTBEAT})
+cli.main()
+"""
+"""Of `kimi-jax`; with SIGNAL="15 4" it sends itself signal 15 when it has written step 4."""
+
+ATTEMPTS = """
+import sys, time
+from kimi_jax import load_config
+from kimi_jax.parallel import processes as distributed
+from kimi_jax.train import loop as train
+from kimi_jax.config import ConfigError
+distributed.initialize()
+import jax
+for file in sys.argv[2:]:
+    try:
+        train.run(load_config(file))
+    except ConfigError as error:
+        print("refused:", error, flush=True)
+with distributed.end_alone():
+    if jax.process_index() == 0:
+        raise OSError("the disk is full")
+    time.sleep(300)
+"""
+"""Tries each config, and then one process fails alone, as in the loop."""
+
+READ = f"""{ONE_PROGRAM}
+import json, math, sys
+import numpy as np
+from kimi_jax import load_config
+from kimi_jax.store import checkpoint
+from kimi_jax.parallel import processes as distributed
+from kimi_jax.store import read as hf
+from kimi_jax.store import names as hf_names
+from kimi_jax.store import open as pretrained
+from kimi_jax.parallel import mesh as sharding
+from kimi_jax.store import safetensors_files as shards
+from kimi_jax.train import loop as train
+from kimi_jax.config import Mesh
+from kimi_jax.model.param import arrays
+from kimi_jax.ops.quant.mx import GROUP, QTensor
+distributed.initialize(heartbeat_timeout_seconds={HEARTBEAT})
+
+kept = []  # what was mapped or decoded: (address, bytes, name), alive so that no address comes twice
+touched = {{}}  # name of a mapped tensor -> which of its bytes were read
+total = 0  # bytes read, those read again too
+
+def address(a):
+    return a.__array_interface__["data"][0]
+
+def keep(a, name):
+    kept.append((address(a), a.nbytes, name, a))
+    return a
+
+def read_from_disk(a):
+    global total
+    base, _, name, _ = next(item for item in kept if item[0] <= address(a) < item[0] + item[1])  # nothing was copied
+    if name:
+        item = touched[name][address(a) - base :].view()
+        np.lib.stride_tricks.as_strided(item, (*a.shape, a.itemsize), (*a.strides, 1))[...] = True
+        total += a.nbytes
+
+def read(self, name, plain=shards.Directory.read):
+    a = keep(plain(self, name), name)
+    touched.setdefault(name, np.zeros(a.nbytes, bool))
+    return a
+
+def copy(out, value, plain=hf._copy):
+    read_from_disk(value)
+    plain(out, value)
+    keep(out if out.base is None else out.base, None)
+
+def unpack(packed, scale, kind, dtype, plain=hf.unpack):
+    read_from_disk(packed), read_from_disk(scale)
+    return keep(plain(packed, scale, kind, dtype), None)
+
+shards.Directory.read, hf._copy, hf.unpack = read, copy, unpack  # all data of tensors passes through these
+
+def held(array):
+    boxes = array.sharding.addressable_devices_indices_map(array.shape).values()
+    return sorted({{tuple(s.indices(n)[:2] for s, n in zip(box, array.shape)) for box in boxes}})
+
+def share(path, values):
+    '''Bytes, in a file, of what this process's devices hold, and the same with what two devices hold in part.'''
+    release = hf.Release(path)
+    entries = release.directory.entries
+    width = {{param: shards.DTYPES[entries[t.name].dtype].itemsize
+             for t in hf_names.tensors(release.config) if t.name in entries for param in t.params}}
+    once = again = 0
+    for name, array in checkpoint.flatten(values).items():
+        shape, boxes, size = array.shape, held(array), width.get(name, array.dtype.itemsize)
+        if name in release.kinds:  # decoded: whole groups of 32 inputs, 16 bytes and a scale
+            shape, size = (*shape[:-2], shape[-2] // GROUP, shape[-1]), GROUP // 2 + 1
+            boxes = [(*box[:-2], (box[-2][0] // GROUP, -(-box[-2][1] // GROUP)), box[-1]) for box in boxes]
+        mask = np.zeros(shape, bool)
+        for box in boxes:
+            mask[tuple(slice(*ends) for ends in box)] = True
+            again += math.prod(stop - start for start, stop in box) * size
+        once += int(mask.sum()) * size
+    return once, again
+
+def compare(values, whole):
+    values, whole = checkpoint.flatten(values), checkpoint.flatten(whole)
+    assert values.keys() == whole.keys()
+    for name, array in values.items():
+        assert array.dtype == whole[name].dtype and len(array.addressable_shards) == 4, name
+        for shard in array.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == np.asarray(whole[name])[shard.index].tobytes(), name
+
+config, cases = sys.argv[2], json.loads(sys.argv[3])
+wholes = {{}}
+with distributed.end_alone():
+    for path, packed, mesh, release in cases:
+        if (release, packed) not in wholes:
+            wholes[release, packed] = arrays(hf.load(release, dtype=None, packed=packed)[0])
+        kept.clear(), touched.clear()
+        total = 0
+        with sharding.on(sharding.make_mesh(Mesh(**mesh))):
+            values = arrays(pretrained.load(path, packed=packed)[0])
+        compare(values, wholes[release, packed])
+        if path == release:
+            found = sum(int(mask.sum()) for mask in touched.values())
+            print("READ", json.dumps([found, total, *share(path, values)]), flush=True)
+    train.run(load_config(config))
+"""
+"""Opens what each [path, packed, mesh, release] tells: the numbers must be those that one process finds in the release.
+Prints the bytes it read of safetensors and those that it had to; then trains."""
+
+
+def start(configs: tuple[str, str], cache: Path, logs: Path, script=PROCESS, **last: str) -> list[subprocess.Popen]:
+    """Two processes with four CPU devices each, joined by environment variables; `last` are the last one's own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | quick_environment()
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "4",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = []
+    for index, (config, more) in enumerate(zip(configs, ({}, last), strict=True)):
+        with (logs / f"{index}.txt").open("w") as log:
+            command = [sys.executable, "-c", script, "train", *config.split()]
+            own = environment | {"JAX_PROCESS_ID": str(index)} | more
+            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
+    return processes
+
+
+def train_rows(folder: Path) -> list[dict]:
+    return [row for row in metrics.read(folder / "metrics.jsonl") if row["kind"] == "train"]
+
+
+def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
+    one = tiny.config(tmp_path, steps=14, name="one", eval_every=10**6, checkpoint_every=3, sample_tokens=0)
+    one = replace(one, data=replace(one.data, batch_size=8))
+    two = replace(one, name="two", mesh=Mesh(data=2, fsdp=4))
+    file, folder = tmp_path / "two.py", tmp_path / "runs" / "two"
+    file.write_text(f"from kimi_jax.config import *\nconfig = {two!r}\n")
+    processes: list[subprocess.Popen] = []
+
+    def output(index: int) -> str:
+        return (tmp_path / f"{index}.txt").read_text()
+
+    try:
+        # Preempted: the signal reaches one process, both save the same step and call it success.
+        both = (str(file), str(file))
+        processes[:] = start(both, tmp_path / "cache", tmp_path, SIGNAL=f"{signal.SIGTERM.value} 4")
+        assert [process.wait(timeout=120) for process in processes] == [0, 0], output(0) + output(1)
+        for index in range(2):
+            assert "Stopped and saved at step" in output(index) and "The same command goes on:" in output(index)
+        # Step 4 is written after step 5 is dispatched; the processes are asked then, and answer one step later.
+        saved = len(train_rows(folder))
+        assert saved == 6
+        assert (folder / "checkpoints" / str(saved)).is_dir()
+
+        # Killed: the other does not wait for ever, and fails.
+        processes[:] = start(both, tmp_path / "cache", tmp_path, SIGNAL=f"{signal.SIGKILL.value} {saved + 4}")
+        assert processes[1].wait(timeout=120) == -signal.SIGKILL, output(0) + output(1)
+        began = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(lambda: (processes[0].wait(timeout=120), time.monotonic() - began))
+            expected = train.run(one)  # meanwhile, what is to come out
+        status, seconds = ended.result()
+        print(f"the other process ended {seconds:.1f} s after the kill, with {status}; heartbeat {HEARTBEAT} s")
+        assert status not in (0, None)
+        assert f"Continuing from step {saved}." in output(0) and "Continuing" not in output(1)
+
+        # Started again, they end together.
+        processes[:] = start(both, tmp_path / "cache", tmp_path)
+        assert [process.wait(timeout=300) for process in processes] == [0, 0], output(0) + output(1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert output(0).splitlines()[-1].startswith("val bits per byte: ")
+    assert not any(word in output(1) for word in ("step ", "documents", "Continuing", "bits per byte"))
+
+    rows, plain = train_rows(folder), train_rows(tmp_path / "runs" / "one")
+    assert [row["step"] for row in rows] == list(range(1, 15)) == [row["step"] for row in plain]
+    for row, other in zip(rows, plain, strict=True):
+        # The same sums in another order: float32's 6e-8, seen 2e-7.
+        assert row["loss"] == pytest.approx(other["loss"], rel=2e-6), row["step"]
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5), row["step"]
+        assert row["tokens"] == other["tokens"] and row["learning_rate"] == other["learning_rate"]
+    (final,) = (row for row in metrics.read(folder / "metrics.jsonl") if row["kind"] == "final")
+    assert final["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=2e-6)
+    assert final["bytes"] == expected["bytes"]
+
+
+def test_each_process_reads_what_its_devices_hold_and_trains_from_it(tmp_path):
+    moe = replace(tiny.MODEL.moe, num_experts=8, hidden_size=32, latent_size=64)
+    model = init(replace(tiny.MODEL, moe=moe), 0)
+    hf.save(tmp_path / "k3", model, model.config, packed=True, max_shard_bytes=20_000)
+    convert(tmp_path / "k3", tmp_path / "converted")
+    linear = Path(__file__).parents[1] / "golden" / "kimi_linear_tiny"
+    k3, converted = tmp_path / "k3", tmp_path / "converted"
+    cases = [
+        (k3, False, {"fsdp": 4, "expert": 2}, k3),  # two devices of a process have halves of a group of 32
+        (k3, True, {"fsdp": 2, "expert": 4}, k3),
+        (k3, True, {"expert": 8}, k3),
+        (k3, False, {"data": 2, "expert": 4}, k3),  # each process needs all of it, and two of its devices the same
+        (linear, False, {"fsdp": 4, "expert": 2}, linear),
+        (converted, False, {"fsdp": 4, "expert": 2}, k3),
+        (converted, True, {"fsdp": 2, "expert": 4}, k3),
+    ]
+    one = tiny.config(tmp_path, steps=2, name="one", eval_every=10**6, sample_tokens=0, init_from=str(tmp_path / "k3"))
+    one = replace(one, model=model.config, data=replace(one.data, batch_size=8))
+    file = tmp_path / "two.py"
+    two = replace(one, name="two", mesh=Mesh(fsdp=4, expert=2))
+    file.write_text(f"from kimi_jax.config import *\nconfig = {two!r}\n")
+    what = json.dumps(cases, separators=(",", ":"), default=str)
+    processes = start((f"{file} {what}", f"{file} {what}"), tmp_path / "cache", tmp_path, READ)
+    try:
+        train.run(one)
+        assert [process.wait(timeout=300) for process in processes] == [0, 0], [
+            (tmp_path / f"{index}.txt").read_text() for index in range(2)
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(tmp_path / f"{index}.txt").read_text().splitlines() for index in range(2)]
+    found = [[json.loads(line[5:]) for line in log if line.startswith("READ ")] for log in logs]
+    assert [len(rows) for rows in found] == [5, 5]
+    for (path, packed, mesh, _), *both in zip(cases, *found, strict=False):
+        entries = shards.Directory(path).entries.values()
+        print(path.name, packed, mesh, both, "of", sum(entry.num_bytes for entry in entries))
+        for once, total, share, again in both:
+            assert (once, total) == (share, again)
+    rows, plain = (train_rows(tmp_path / "runs" / name) for name in ("two", "one"))
+    assert [row["step"] for row in rows] == [1, 2] == [row["step"] for row in plain]
+    for row, other in zip(rows, plain, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=2e-6)
+
+
+def test_what_one_process_refuses_ends_all_at_once(tmp_path):
+    good = replace(tiny.config(tmp_path, steps=4, sample_tokens=0), mesh=Mesh(data=2, fsdp=4))
+    good = replace(good, data=replace(good.data, batch_size=8))
+    (source,) = good.data.sources
+    other = replace(good, train=replace(good.train, seed=1))
+    absent = replace(good, data=replace(good.data, sources=(replace(source, path=str(tmp_path / "absent")),)))
+    for name, config in (("good", good), ("other", other), ("absent", absent)):
+        (tmp_path / f"{name}.py").write_text(f"from kimi_jax.config import *\nconfig = {config!r}\n")
+    files = {name: str(tmp_path / f"{name}.py") for name in ("good", "other", "absent")}
+
+    def end(attempts, script) -> tuple[list[int], list[str]]:
+        processes = start(attempts, tmp_path / "cache", tmp_path, script)
+        try:
+            statuses = [process.wait(timeout=60) for process in processes]  # JAX alone would wait for 300 s
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return statuses, [(tmp_path / f"{index}.txt").read_text() for index in range(2)]
+
+    statuses, (first, second) = end((files["good"], files["absent"]), PROCESS)
+    assert statuses == [1, 1], first + second
+    assert first.splitlines()[-1].endswith("process 1 refused to start; see its log")
+    assert str(tmp_path / "absent") in second.splitlines()[-1] and "refused" not in second
+
+    several = (f"{files['good']} {files['absent']}", f"{files['other']} {files['good']}")
+    statuses, (first, second) = end(several, ATTEMPTS)
+    for output in (first, second):
+        assert "refused: the config of process 1 is not that of process 0; start all" in output
+    assert "refused: process 0 refused to start" in second
+    assert statuses[0] == 1 and "OSError: the disk is full\nprocess 0 ends" in first
+    assert statuses[1] != 0, second
+    assert not list((tmp_path / "runs").rglob("metrics.jsonl"))
+
+
+def test_size_of_a_folder_whose_files_vanish(tmp_path):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "kept").write_bytes(b"four")
+    (tmp_path / "inside" / "gone").symlink_to(tmp_path / "absent")  # listed, and absent when it is looked at
+    assert train._size(tmp_path) == 4
+    assert train._size(tmp_path / "absent") == 0
+
+
+def test_largest_is_not_waited_for_and_on_any_mesh():
+    with sharding.on(sharding.make_mesh(Mesh(data=2, fsdp=4))):
+        found = distributed.largest(15)
+        assert isinstance(found, jax.Array) and found.is_fully_replicated and int(found) == 15
+    assert int(distributed.largest(0)) == 0
+
+
+def test_processes_stop_by_what_they_were_asked_a_step_ago(monkeypatch):
+    """With two processes' answers told: a question is read at the next one, or at once when it is the last."""
+    answers = iter([0, 15, 15, 15])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "largest", lambda value: next(answers))
+    stop = train._Stop()
+    assert [stop.agreed(), stop.agreed(), stop.agreed()] == [False, False, True]
+    with pytest.raises(train.Interrupted):
+        stop.check("stopped")
+    answers = iter([0, 15])
+    stop = train._Stop()
+    assert [stop.agreed(), stop.agreed(now=True)] == [False, True]
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    stop = train._Stop()
+    assert not stop.agreed()
+    stop(signal.SIGTERM, None)
+    assert stop.agreed()
+
+
+SLURM = {
+    **{"SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_NTASKS": "2"},
+    **{"SLURM_PROCID": "1", "SLURM_LOCALID": "0"},
+}
+NAMED = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:8476", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Takes the place of JAX's initialize, in an environment of nothing; gives the list of its calls."""
+    for name in (*SLURM, *NAMED, "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: calls.append((args, options)))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (NAMED, [(("10.0.0.1:8476", 2, 1), {})]),
+        (NAMED | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, []),
+        (SLURM, [((None, None, None), {})]),
+        (SLURM | {"SLURM_NTASKS": "1"}, []),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, [((None, None, None), {})]),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, [((None, None, None), {})]),
+        ({"TPU_WORKER_HOSTNAMES": "a"}, []),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, [((None, None, None), {})]),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, []),
+        ({}, [((None, None, None), {})]),  # only JAX can ask a TPU pod's metadata
+    ],
+)
+def test_who_joins(joined, monkeypatch, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    distributed.initialize()
+    assert joined == expected
+
+
+@pytest.mark.skipif("TPU_SKIP_MDS_QUERY" not in os.environ, reason="JAX has found a TPU")
+def test_libtpu_is_quiet_where_no_tpu_is():
+    """Nothing is printed, whether it is installed or not, and the variables of a host with a TPU stay as they are."""
+    program = """if True:
+        import os
+        from kimi_jax import config
+        from kimi_jax.parallel import mesh as sharding
+        assert sharding.make_mesh(config.Mesh()) is None
+        print(os.environ.get("TPU_WORKER_HOSTNAMES"))"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TPU_", "JAX_PLATFORMS"))}
+    for given, expected in (({}, "localhost"), ({"TPU_WORKER_HOSTNAMES": "a"}, "a")):
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment | given, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", expected)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"JAX_PROCESS_ID": "1"}, "JAX_PROCESS_ID set, but not JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"),
+        (NAMED | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 must be a number from 0 .* there are 2"),
+        (NAMED | {"JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID=one must be a number"),
+        (NAMED | {"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "10.0.0.1 must be host:port"),
+    ],
+)
+def test_variables_that_cannot_be_right(joined, monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        distributed.initialize()
+    assert not joined
+
+
+def test_processes_that_jax_cannot_tell_apart_or_that_come_too_late(monkeypatch):
+    jax.devices()
+    distributed.initialize()  # one process, in a notebook say
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="4 processes cannot join: this one has used its devices already"):
+        distributed.initialize()
+
+    def found_nothing(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", found_nothing)
+    with pytest.raises(ConfigError, match=r"4 processes, but .* Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"):
+        distributed.initialize()
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
+    distributed.initialize()
