@@ -20,9 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from kimi_jax.config import load_config
-from kimi_jax.store import read as hf
-from kimi_jax.store import released_config as hf_config
-from kimi_jax.store import safetensors_files as shards
+from kimi_jax.store import released_config, safetensors_files
+from kimi_jax.store.write import plan
 
 GIB = 2**30
 
@@ -34,24 +33,24 @@ def model(num_experts: int):
     return replace(k3, num_layers=4, mla_layers=(3,), moe=replace(k3.moe, num_experts=num_experts), **tokens)
 
 
-def blocks(rng: np.random.Generator, name: str, entry: shards.Entry):
+def blocks(rng: np.random.Generator, name: str, entry: safetensors_files.Entry):
     """Random data that a release could hold: finite numbers, scales around one, A_log padded with zeros."""
     if name.endswith("A_log"):
         yield np.pad(rng.uniform(0, 1, 96).astype(np.float32), (0, entry.shape[0] - 96))
         return
-    for start in range(0, entry.num_bytes, shards.BLOCK):
-        block = np.frombuffer(rng.bytes(min(shards.BLOCK, entry.num_bytes - start)), np.uint8).copy()
+    for start in range(0, entry.num_bytes, safetensors_files.BLOCK):
+        block = np.frombuffer(rng.bytes(min(safetensors_files.BLOCK, entry.num_bytes - start)), np.uint8).copy()
         if name.endswith("_scale"):
             block = 110 + block % 16
         elif entry.dtype != "U8":
-            width = shards.DTYPES[entry.dtype].itemsize
+            width = safetensors_files.DTYPES[entry.dtype].itemsize
             block[width - 1 :: width] &= 0x3F  # the high byte: no NaN, no infinity
         yield block
 
 
 def make(folder: Path, num_experts: int) -> None:
     config = model(num_experts)
-    made = hf.plan(config, packed=True)
+    made = plan(config, packed=True)
     files: dict[str, list] = {}
     for s in made.stored.values():
         layer = s.name.split(".layers.")[1].split(".")[0] if ".layers." in s.name else "-1"
@@ -62,11 +61,11 @@ def make(folder: Path, num_experts: int) -> None:
     rng = np.random.default_rng(0)
     written = {}
     for file, tensors in sorted(files.items()):
-        written[file] = shards.make_shard(tensors)
+        written[file] = safetensors_files.make_shard(tensors)
         data = (block for name, entry in written[file].entries.items() for block in blocks(rng, name, entry))
-        shards.write(folder / file, written[file], data)
-    (folder / shards.INDEX).write_text(shards.index_of(written))
-    (folder / hf_config.CONFIG).write_text(made.config)
+        safetensors_files.write(folder / file, written[file], data)
+    (folder / safetensors_files.INDEX).write_text(safetensors_files.index_of(written))
+    (folder / released_config.CONFIG).write_text(made.config)
 
 
 def drop_from_cache(folder: Path) -> None:

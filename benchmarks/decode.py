@@ -29,7 +29,7 @@ def export(name: str, folder: Path) -> None:
     """Writes a random model of about 120 M parameters, of which a token uses a third."""
     from kimi_jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
     from kimi_jax.model.kimi import init
-    from kimi_jax.store import read as hf
+    from kimi_jax.store.write import save_release
 
     kda = KDAConfig(num_heads=8, head_dim=64)
     config = ModelConfig(
@@ -57,7 +57,7 @@ def export(name: str, folder: Path) -> None:
             mla=replace(config.mla, q_lora_rank=256, output_gate=True),
             moe=replace(config.moe, num_experts=64, latent_size=256, latent_norm=True, routed_scaling_factor=1.0),
         )
-    hf.save(folder, init(config), config)
+    save_release(folder, init(config), config)
 
 
 def load_ours(folder: Path):
@@ -67,9 +67,9 @@ def load_ours(folder: Path):
 
     from kimi_jax.infer.generate import decode, prefill
     from kimi_jax.model.cache import init_cache
-    from kimi_jax.store import read as hf
+    from kimi_jax.store.read import load_release
 
-    model, config = hf.load(folder)
+    model, config = load_release(folder)
     likeliest = jax.jit(lambda logits: jnp.argmax(logits, -1))
 
     def start(prompts):

@@ -22,7 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_jax.ops.experts import Backend, expert_mlp
 from kimi_jax.ops.situ import swiglu
-from kimi_jax.parallel import expert
+from kimi_jax.parallel.expert import expert_parallel_mlp
+from kimi_jax.parallel.expert_move import Transport, expert_window, row_window
+from kimi_jax.parallel.expert_plan import plan, routes
 from kimi_jax.train import heap
 
 R, E, K, Z, F = 8, 896, 16, 64, 32
@@ -90,12 +92,12 @@ def count(indices, s):
     counts = np.stack([np.bincount(part.reshape(-1), minlength=E) for part in np.split(indices, R)]).astype(np.int32)
     result = {}
     for balance in ("none", "exact"):
-        rows = np.asarray(expert.plan(jnp.asarray(counts), balance).alloc).sum(0)
+        rows = np.asarray(plan(jnp.asarray(counts), balance).alloc).sum(0)
         result[f"rows_max_{balance}"], result["rows_mean"] = int(rows.max()), int(rows.mean())
     mesh = jax.make_mesh((R,), ("expert",), axis_types=(AxisType.Explicit,))
 
     def traffic(indices):
-        way = expert.routes(indices, E, "expert", "exact", 8, s * K)
+        way = routes(indices, E, "expert", "exact", 8, s * K)
         return jax.tree.map(lambda a: a[None], (way.rows, way.weights))
 
     with jax.set_mesh(mesh):
@@ -112,11 +114,11 @@ def count(indices, s):
         return -(-int(last.max()) // window) * window * (R - 1)
 
     for transport in ("gather", "a2a", "ragged"):
-        window = expert.row_window(s * K, R, transport)
+        window = row_window(s * K, R, transport)
         there, back = (lines(t, s * K, window, transport) for t in (rows, rows.back))
         moved = there * (3 * Z + 1) + back * (2 * Z + 1)  # x twice, gradients of y, shares; y, gradients of both
         for height, columns in ((Z, F), (Z, F), (F, Z)):
-            window = expert.expert_window(M, height, R)
+            window = expert_window(M, height, R)
             fetch, give = (lines(t.times(height), M * height, window, transport) for t in (weights, weights.back))
             moved += (2 * fetch + give) * columns  # fetched twice, gradients returned
         result[f"mib_{transport}"] = round(4 * moved / 2**20, 2)
@@ -137,8 +139,8 @@ def measure(routing, s, peak, bandwidth):
     outputs = {}
     for transport in ("a2a", "gather"):
 
-        def local(*args, transport: expert.Transport = transport):
-            return expert.expert_parallel_mlp(*args, activation=swiglu, axis="expert", transport=transport)
+        def local(*args, transport: Transport = transport):
+            return expert_parallel_mlp(*args, activation=swiglu, axis="expert", transport=transport)
 
         with jax.set_mesh(mesh):
             put = [jax.device_put(a, NamedSharding(mesh, P("expert"))) for a in args]

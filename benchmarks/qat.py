@@ -21,9 +21,11 @@ from kimi_jax.config import Config, ModelConfig, TokenizerConfig, load_config
 from kimi_jax.data import pipeline
 from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import arrays, declarations, with_arrays
-from kimi_jax.ops.quant.mx import QTensor
-from kimi_jax.store import open as pretrained
-from kimi_jax.train import loop as train
+from kimi_jax.ops.quant.qtensor import QTensor
+from kimi_jax.store.open import open_model
+from kimi_jax.train.evaluate import evaluate_batches
+from kimi_jax.train.loop import run_training
+from kimi_jax.train.step import evaluation_step
 
 FORMATS = {
     "as trained": (None, None),
@@ -59,8 +61,8 @@ def formatted(model: ModelConfig, weights, activations) -> ModelConfig:
 
 
 def bits(config: Config, model: ModelConfig, params: dict, batches) -> float:
-    step = train.evaluation_step(replace(config, model=model))
-    return train.evaluate(step, params, batches)["bits_per_byte"]
+    step = evaluation_step(replace(config, model=model))
+    return evaluate_batches(step, params, batches)["bits_per_byte"]
 
 
 def main():
@@ -75,7 +77,7 @@ def main():
         plain = small(options.steps, options.dtype, folder)
         switch = plain.train.checkpoint_every
         begin = time.perf_counter()
-        train.run(plain)
+        run_training(plain)
         seconds = time.perf_counter() - begin
         # The other run takes over the state at the switch.
         qat = replace(plain, name="qat", train=replace(plain.train, qat_from_step=switch))
@@ -83,9 +85,9 @@ def main():
         for newer in Path(folder, "qat", "checkpoints").iterdir():
             if newer.name != str(switch):
                 shutil.rmtree(newer) if newer.is_dir() else newer.unlink()
-        train.run(qat)
+        run_training(qat)
         for config in (plain, qat):
-            model, loaded, tokenizer = pretrained.load(Path(folder, config.name))
+            model, loaded, tokenizer = open_model(Path(folder, config.name))
             assert tokenizer is not None
             data = pipeline.load(config.data, config.model, tokenizer)
             batches = list(data.validation_batches(max_tokens=options.eval_tokens))

@@ -156,30 +156,31 @@ def train(argv: Sequence[str] | None = None) -> None:
             raise ConfigError(f"{config.name} has no mesh for {name!r}; it has {known}; or set --mesh.*")
         config = config if name is None else on_slice(config, name)
         args = tyro.cli(TrainArgs, args=argv, default=TrainArgs(config), prog="train NAME")
-        from kimi_jax.analysis import sizes as inspection
-        from kimi_jax.train import loop as training
+        from kimi_jax.analysis import sizes
+        from kimi_jax.train.loop import TooManySkips, run_training
+        from kimi_jax.train.signals import Interrupted
 
         if args.dry_run:
-            print(inspection.dry_run(args.config))
+            print(sizes.dry_run(args.config))
             return
         try:
-            training.run(args.config, restart=args.restart)
-        except training.Interrupted as stopped:
+            run_training(args.config, restart=args.restart)
+        except Interrupted as stopped:
             print(stopped, file=sys.stderr)
             # A scheduler that preempts with SIGTERM wants to see success; a shell wants to see its Ctrl-C.
             sys.exit(130 if stopped.signum == signal.SIGINT else 0)
-        except training.TooManySkips as stopped:
+        except TooManySkips as stopped:
             _fail(str(stopped))
 
 
 def evaluate(argv: Sequence[str]) -> None:
     with _plain_errors():
         args = tyro.cli(EvalArgs, args=_source_last(argv), prog="kimi-jax eval")
-        from kimi_jax.parallel import mesh as sharding
-        from kimi_jax.train import evaluate as runs
+        from kimi_jax.parallel.mesh import make_mesh, on_mesh
+        from kimi_jax.train.evaluate import evaluate_checkpoint
 
-        with sharding.on(sharding.make_mesh(args.mesh)):
-            result = runs.evaluate(args.checkpoint, args.step, args.source, args.max_tokens)
+        with on_mesh(make_mesh(args.mesh)):
+            result = evaluate_checkpoint(args.checkpoint, args.step, args.source, args.max_tokens)
         print(f"{result['bytes']:,} bytes, {result['tokens']:,.0f} tokens, {result['loss']:.4f} nats a token")
         print(f"bits per byte: {result['bits_per_byte']:.4f}")
 
@@ -200,11 +201,11 @@ def _source_last(argv: Sequence[str]) -> list[str]:
 def generate(argv: Sequence[str]) -> None:
     with _plain_errors():
         args = tyro.cli(GenerateArgs, args=argv, prog="kimi-jax generate")
-        from kimi_jax.parallel import mesh as sharding
-        from kimi_jax.train import evaluate as runs
+        from kimi_jax.infer.generate import continue_text
+        from kimi_jax.parallel.mesh import make_mesh, on_mesh
 
-        with sharding.on(sharding.make_mesh(args.mesh)):
-            pieces = runs.generate(
+        with on_mesh(make_mesh(args.mesh)):
+            pieces = continue_text(
                 args.checkpoint,
                 args.prompt,
                 step=args.step,
@@ -239,30 +240,30 @@ def inspect(argv: Sequence[str]) -> None:
     config, argv = _named_config(argv, "kimi-jax inspect")
     with _plain_errors():
         args = tyro.cli(InspectArgs, args=argv, default=InspectArgs(config), prog="kimi-jax inspect NAME")
-        from kimi_jax.analysis import sizes as inspection
+        from kimi_jax.analysis import sizes
 
         if args.manifest:
-            from kimi_jax.store import names as hf_names
+            from kimi_jax.store import names as released_names
 
-            print(*hf_names.manifest_lines(args.config.model), sep="\n")
+            print(*released_names.manifest_lines(args.config.model), sep="\n")
             return
-        print(inspection.optimizer_table(args.config) if args.optim else inspection.report(args.config))
+        print(sizes.optimizer_table(args.config) if args.optim else sizes.report(args.config))
 
 
 def aot(argv: Sequence[str]) -> None:
     config, argv = _named_config(argv, "kimi-jax aot")
     with _plain_errors():
-        from kimi_jax.analysis import aot as ahead
+        from kimi_jax.analysis.aot import report, save, show
 
         # The slice's own mesh is the default that options change, so the topology is read before they are.
         name = _value(argv, "--topology")
         config = config if name is None else on_slice(config, name)
         args = tyro.cli(AotArgs, args=argv, default=AotArgs(config, name or "list"), prog="kimi-jax aot NAME")
-        result = ahead.report(args.config, args.topology, args.step, rows=args.rows)
-        ahead.show(result)
+        result = report(args.config, args.topology, args.step, rows=args.rows)
+        show(result)
         plain = args.topology.replace(":", "-")
         path = Path(args.out or f"{args.config.train.runs_dir}/aot/{args.config.name}-{plain}-{args.step}.json")
-        ahead.save(result, path)
+        save(result, path)
         print(f"Saved {path}")
         if not result["fits"]:
             sys.exit(1)

@@ -26,12 +26,12 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from kimi_jax.analysis import sizes as inspect
+from kimi_jax.analysis import sizes
 from kimi_jax.config import TokenizerConfig, load_config
 from kimi_jax.infer.generate import generate
-from kimi_jax.train import evaluate as runs
-from kimi_jax.train import loop as train
+from kimi_jax.store.open import open_with_tokenizer
 from kimi_jax.train import metrics
+from kimi_jax.train.loop import run_training
 
 # %% [markdown]
 # ## The model
@@ -67,7 +67,7 @@ config = replace(
 # is MLA. The command `kimi-jax inspect k3` prints the same for the released 2.78 T parameters.
 
 # %%
-print(inspect.report(config))
+print(sizes.report(config))
 
 # %% [markdown]
 # ## Training
@@ -79,7 +79,7 @@ print(inspect.report(config))
 # summary again.
 
 # %%
-result = train.run(config)
+result = run_training(config)
 
 # %% [markdown]
 # `xz -9` compresses the same validation text; it is there for scale. A model this small needs more than 80 steps to
@@ -154,7 +154,7 @@ plt.show()
 # repeats itself; at 0.8, `top_p` leaves out the unlikely tail.
 
 # %%
-model, _, tokenizer = runs.load(folder)
+model, _, tokenizer = open_with_tokenizer(folder)
 prompts = ["def ", "import ", "class Parser:\n    def __init__(self"]
 tokens = [[tokenizer.bos_id, *map(int, tokenizer.encode(prompt))] for prompt in prompts]
 greedy = generate(model, tokens, max_new_tokens=64, stop=(tokenizer.eos_id,))
@@ -169,8 +169,8 @@ for name, continuations in (("temperature 0", greedy), ("temperature 0.8", drawn
 # ## To go on
 #
 # - **Train longer.** `steps` may rise; the run then continues from its checkpoint, on the longer schedule. Any other
-#   model, data or optimizer needs another `name`, or `train.run(config, restart=True)`.
-# - **Train the full `k3_tiny`.** `python train_main.py k3_tiny` in a terminal, or `train.run(base)` here.
+#   model, data or optimizer needs another `name`, or `run_training(config, restart=True)`.
+# - **Train the full `k3_tiny`.** `python train_main.py k3_tiny` in a terminal, or `run_training(base)` here.
 # - **Train on your text.** `data=replace(base.data, sources=(Source(kind="text", path="folder", glob="**/*.txt"),))`
 #   with `Source` from `kimi_jax.config`; `.jsonl` and `.parquet` work too.
 # - **Evaluate.** `runs.evaluate(folder, source=Source(kind="text", path="some.txt"))` gives bits per byte.

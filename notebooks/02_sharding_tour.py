@@ -39,9 +39,12 @@ from kimi_jax.analysis import hlo
 from kimi_jax.config import ConfigError, Mesh, Rules, load_config
 from kimi_jax.model.kimi import Kimi, init
 from kimi_jax.model.param import arrays, declarations
-from kimi_jax.parallel import context, expert
-from kimi_jax.parallel import mesh as sharding
-from kimi_jax.train import loop as train
+from kimi_jax.parallel import context
+from kimi_jax.parallel.batch import batch_sharding, to_devices
+from kimi_jax.parallel.expert_plan import plan, routes
+from kimi_jax.parallel.mesh import make_mesh, on_mesh
+from kimi_jax.parallel.spec import spec_for, spec_of
+from kimi_jax.train.loop import run_training
 from kimi_jax.train.step import abstract_state, make_eval_step, make_optimizer, make_step
 
 jax.config.update("jax_platforms", "cpu")
@@ -56,9 +59,9 @@ print(jax.device_count(), jax.devices()[0].platform, "devices")
 # left out, and one device is no mesh at all: then the same code meets no axis and communicates nothing.
 
 # %%
-print(sharding.make_mesh(Mesh(data=2, fsdp=2, tensor=2)))
-print(sharding.make_mesh(Mesh(expert=8)))
-print(sharding.make_mesh(Mesh()))
+print(make_mesh(Mesh(data=2, fsdp=2, tensor=2)))
+print(make_mesh(Mesh(expert=8)))
+print(make_mesh(Mesh()))
 
 # %% [markdown]
 # Parameters and batches name their axes by what they mean, such as `embed`, the model's width. `Rules` says which mesh
@@ -75,8 +78,8 @@ for name, axes in asdict(Rules()).items():
 
 # %%
 for sizes in ({"data": 8}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2, "seq": 2}):
-    weight = sharding.spec(Rules(), ("embed", "heads", "head_dim"), sizes)
-    rows = sharding.spec(Rules(), ("batch", "time"), sizes)
+    weight = spec_for(Rules(), ("embed", "heads", "head_dim"), sizes)
+    rows = spec_for(Rules(), ("batch", "time"), sizes)
     print(f"{sizes!s:36} weight {tuple(weight)!s:28} batch {tuple(rows)}")
 
 # %% [markdown]
@@ -124,7 +127,7 @@ losses, forward = {}, {}
 
 def draw(title, names, x):
     """The sharding of x along two of its axes, which `names` are the last of; leading ones are stacks of layers."""
-    spec, lead = sharding.spec_of(x), x.ndim - len(names)
+    spec, lead = spec_of(x), x.ndim - len(names)
     axes = sorted(sorted(range(lead, x.ndim), key=lambda axis: spec[axis] is None)[:2])
     print(title, ", ".join(f"{names[i - lead]} {x.shape[i]} {f'over {spec[i]}' if spec[i] else 'whole'}" for i in axes))
     view = x[tuple(slice(None) if i in axes else 0 for i in range(x.ndim))]
@@ -143,10 +146,10 @@ def tally(compiled, mesh):
 def tour(**axes):
     """One mesh: its drawings, the loss and the collectives."""
     here, title = replace(config, mesh=Mesh(**axes)), " x ".join(f"{name} {size}" for name, size in axes.items())
-    mesh = sharding.make_mesh(here.mesh)
-    with sharding.on(mesh):
+    mesh = make_mesh(here.mesh)
+    with on_mesh(mesh):
         params = arrays(init(here.model, here.train.seed, here.rules))
-        placed = sharding.to_devices(batch, train.batch_sharding(here))
+        placed = to_devices(batch, batch_sharding(here))
         if mesh is not None:
             draw("weight: ", declared[WEIGHT].axes, params[WEIGHT])
             draw("batch:  ", ("batch", "time"), placed["tokens"])
@@ -216,8 +219,8 @@ tour(expert=2, tensor=2, seq=2)
 # ## The same number everywhere
 #
 # Initial parameters are a function of the seed and not of the mesh. So the loss is the same on each mesh, but for the
-# order of sums, which may change the last of about seven digits of a 32-bit float. `tests/parallel/test_meshes.py` compares
-# gradients and optimizer steps in the same way.
+# order of sums, which may change the last of about seven digits of a 32-bit float.
+# `tests/parallel/test_meshes.py` compares gradients and optimizer steps in the same way.
 
 # %%
 print(f"{'mesh':32}{'loss':>12}{'minus one device':>20}")
@@ -255,9 +258,9 @@ for title, found in forward.items():
 
 # %%
 here = replace(config, mesh=Mesh(fsdp=4, tensor=2))
-mesh, optimizer = sharding.make_mesh(here.mesh), make_optimizer(here)
-with sharding.on(mesh):
-    cut = train.batch_sharding(here)
+mesh, optimizer = make_mesh(here.mesh), make_optimizer(here)
+with on_mesh(mesh):
+    cut = batch_sharding(here)
     rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut) for name, x in batch.items()}
     rows["num_bytes"] = rows["tokens"]
     compiled = jax.jit(make_step(here, optimizer)).lower(abstract_state(here, optimizer), rows).compile()
@@ -267,7 +270,7 @@ show(tally(compiled, mesh))
 # %% [markdown]
 # ## A mesh that cannot work
 #
-# Each of these stops `train.run` before anything is allocated; `train_main.py` prints the same after `error:`. The
+# Each of these stops `run_training` before anything is allocated; `train_main.py` prints the same after `error:`. The
 # message has the numbers and what to change.
 
 # %%
@@ -278,7 +281,7 @@ for change in (
     {"mesh": Mesh(expert=8), "rules": Rules(expert_latent=("expert",))},
 ):
     try:
-        train.run(replace(config, **change))
+        run_training(replace(config, **change))
     except ConfigError as error:
         print(f"ConfigError: {error}\n")
 
@@ -296,7 +299,7 @@ for change in (
 
 # %%
 k3 = load_config("k3").model
-mesh = sharding.make_mesh(Mesh(seq=8))
+mesh = make_mesh(Mesh(seq=8))
 h, k, latent = k3.kda.num_heads, k3.kda.head_dim, k3.mla.kv_lora_rank + k3.mla.qk_rope_head_dim
 
 
@@ -381,23 +384,23 @@ def choose(routing):
     return np.argsort(-score, axis=1, kind="stable")[:, :K].astype(np.int32)
 
 
-mesh = sharding.make_mesh(Mesh(expert=R))
+mesh = make_mesh(Mesh(expert=R))
 
 
 @jax.jit
 @partial(jax.shard_map, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
 def slices(indices):
     """What each rank knows: rows [source, destination] and lent experts [donor, borrower] that travel."""
-    way = expert.routes(indices, E, "expert", "exact", block=8, num_rows=S * K)
+    way = routes(indices, E, "expert", "exact", block=8, num_rows=S * K)
     return way.rows.size[None], way.weights.size[None]
 
 
-plan = {balance: jax.jit(partial(expert.plan, balance=balance)) for balance in ("none", "exact")}
+planners = {balance: jax.jit(partial(plan, balance=balance)) for balance in ("none", "exact")}
 rows, lent = {}, {}
 for routing in ("uniform", "zipf", "worst"):
     indices = choose(routing)
     counts = np.stack([np.bincount(part.ravel(), minlength=E) for part in np.split(indices, R)]).astype(np.int32)
-    plans = {balance: plan[balance](counts) for balance in plan}
+    plans = {balance: planner(counts) for balance, planner in planners.items()}
     rows[routing] = {balance: np.asarray(found.alloc).sum(0) for balance, found in plans.items()}
     with jax.set_mesh(mesh):
         sent, weights = map(np.asarray, slices(jax.device_put(indices, NamedSharding(mesh, P("expert")))))

@@ -36,16 +36,17 @@ import numpy as np
 
 from kimi_jax.config import Source, load_config
 from kimi_jax.data import sources
-from kimi_jax.infer.generate import generate
+from kimi_jax.infer.generate import generate, sample_text
 from kimi_jax.model.kimi import init
 from kimi_jax.model.param import arrays, with_arrays
 from kimi_jax.ops.quant import mx
-from kimi_jax.store import open as pretrained
-from kimi_jax.store import read as hf
-from kimi_jax.store import safetensors_files as shards
+from kimi_jax.ops.quant.qtensor import QTensor
+from kimi_jax.store import safetensors_files
 from kimi_jax.store.convert import convert
-from kimi_jax.text import tokenizer
-from kimi_jax.train.loop import sample_text
+from kimi_jax.store.open import open_model
+from kimi_jax.store.write import save_release
+from kimi_jax.text import kimi
+from kimi_jax.text.bpe import train_bpe
 
 root = Path("released_checkpoint")
 shutil.rmtree(root, ignore_errors=True)
@@ -55,7 +56,7 @@ hub, converted, exported = root / "hub", root / "converted", root / "exported"
 # %% [markdown]
 # ## A miniature hub directory
 #
-# The model is `k3_tiny` made smaller; a real one comes from `config.json` alone. `hf.save` writes a model in the
+# The model is `k3_tiny` made smaller; a real one comes from `config.json` alone. `save_release` writes a model in the
 # released layout, with `packed=True` in the format of its family: for K3, routed experts in MXFP4 and all else in
 # bfloat16, but for a few small tensors in float32. A limit on the size of a file makes several.
 
@@ -68,15 +69,15 @@ model_config = replace(
     mla_layers=(2,),
     attn_res_block_size=2,
 )
-first_special = model_config.vocab_size - tokenizer.KIMI_NUM_SPECIALS
+first_special = model_config.vocab_size - kimi.KIMI_NUM_SPECIALS
 model_config = replace(
     model_config,
     bos_token_id=first_special,
-    eos_token_id=first_special + tokenizer.KIMI_END_OF_MESSAGE,
+    eos_token_id=first_special + kimi.KIMI_END_OF_MESSAGE,
     pad_token_id=model_config.vocab_size - 1,
 )
 original = init(model_config, seed=0)
-hf.save(hub, original, model_config, packed=True, max_shard_bytes=300_000)
+save_release(hub, original, model_config, packed=True, max_shard_bytes=300_000)
 
 # %% [markdown]
 # The tokenizer is a file of ranks: byte strings in the order in which they are merged, in base64. 256 control tokens
@@ -85,10 +86,10 @@ hf.save(hub, original, model_config, packed=True, max_shard_bytes=300_000)
 
 # %%
 documents = sources.read(Source(), sources.Problems())
-bpe = tokenizer.train_bpe((document.text for document in itertools.islice(documents, 20)), first_special + 3)
+bpe = train_bpe((document.text for document in itertools.islice(documents, 20)), first_special + 3)
 ranks = bpe.token_bytes[3:]  # the first three are its own control tokens
 (hub / "tiktoken.model").write_bytes(b"".join(base64.b64encode(r) + b" %d\n" % i for i, r in enumerate(ranks)))
-names = {str(first_special + place): {"content": name} for place, name in tokenizer.K3_SPECIALS.items()}
+names = {str(first_special + place): {"content": name} for place, name in kimi.K3_SPECIALS.items()}
 (hub / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": names}))
 (hub / "generation_config.json").write_text(json.dumps({"eos_token_id": model_config.eos_token_id}))
 
@@ -101,7 +102,7 @@ for file in sorted(hub.iterdir()):
 # weights along the input.
 
 # %%
-directory = shards.Directory(hub)
+directory = safetensors_files.Directory(hub)
 for name, entry in directory.entries.items():
     if ".layers.1.block_sparse_moe.experts.0." in name or ".layers.1.block_sparse_moe.gate." in name:
         print(f"{name:82} {entry.dtype:5} {list(entry.shape)}")
@@ -127,8 +128,8 @@ for folder in sorted(converted.iterdir()):
 # bits a weight. It stands in the tree of parameters where an array would, and is decoded in the products that use it.
 
 # %%
-packed_model, _, coder = pretrained.load(converted, packed=True)
-experts = {name: value for name, value in arrays(packed_model).items() if isinstance(value, mx.QTensor)}
+packed_model, _, coder = open_model(converted, packed=True)
+experts = {name: value for name, value in arrays(packed_model).items() if isinstance(value, QTensor)}
 for name, value in experts.items():
     print(f"{name:30} {value.kind}  {value.shape!s:22} {8 * value.nbytes / value.size} bits a weight")
 
@@ -235,7 +236,7 @@ print(*[control.get(i) or repr(coder.decode([i])) for i in tokens])
 
 answers = {}
 for path, packed in ((hub, False), (converted, True)):
-    model, _, _ = pretrained.load(path, packed=packed)
+    model, _, _ = open_model(path, packed=packed)
     (answers[path],) = generate(model, [tokens], max_new_tokens=24, stop=coder.stop_ids)
 assert answers[hub] == answers[converted]
 print(repr(coder.decode(answers[hub])))
@@ -278,14 +279,14 @@ layer_and_expert = (0,) * (matrix.ndim - 3) + (3,)
 doubled = replace(matrix, scale=matrix.scale.at[layer_and_expert].add(1))
 assert (doubled.decode(jnp.float32)[layer_and_expert] == 2 * matrix.decode(jnp.float32)[layer_and_expert]).all()
 changed = with_arrays(packed_model, arrays(packed_model) | {name: doubled})
-hf.save(root / "changed", changed, changed.config, packed=True, max_shard_bytes=300_000)
-other = shards.Directory(root / "changed")
+save_release(root / "changed", changed, changed.config, packed=True, max_shard_bytes=300_000)
+other = safetensors_files.Directory(root / "changed")
 assert other.entries.keys() == directory.entries.keys()
 print(*[tensor for tensor in directory.entries if not np.array_equal(directory.read(tensor), other.read(tensor))])
 
 # %% [markdown]
 # ## To go on
 #
-# With a directory from the hub, `hf.load` puts its parameters straight onto a mesh, each device its part. A run can
-# begin with them (`train.init_from`), and exports in the packed format of its family; with quantization-aware training
-# (`train.qat_from_step`), what it exports is exactly what it trained.
+# With a directory from the hub, `load_release` puts its parameters straight onto a mesh, each device its part. A run
+# can begin with them (`train.init_from`), and exports in the packed format of its family; with quantization-aware
+# training (`train.qat_from_step`), what it exports is exactly what it trained.

@@ -15,9 +15,10 @@ from kimi_jax.config import Config, DataConfig, Mesh, OptimConfig, RoPEConfig, T
 from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import declarations, partitions
 from kimi_jax.optim.build import rule_label
-from kimi_jax.parallel import mesh as sharding
+from kimi_jax.parallel.batch import batch_sharding, to_devices
+from kimi_jax.parallel.mesh import current_mesh, make_mesh, on_mesh
+from kimi_jax.parallel.spec import spec_of
 from kimi_jax.store.checkpoint import flatten
-from kimi_jax.train.loop import batch_sharding
 from kimi_jax.train.step import init_state, make_optimizer, make_step
 from tests import tiny
 
@@ -104,7 +105,7 @@ def batches(config: Config) -> list[dict[str, np.ndarray]]:
 
 def run(config: Config) -> dict[str, np.ndarray]:
     """Losses, gradients, parameters and counts of three steps, as whole NumPy arrays; asserts how they are cut."""
-    with jax.enable_x64(config.model.dtype == "float64"), sharding.on(sharding.make_mesh(config.mesh)):
+    with jax.enable_x64(config.model.dtype == "float64"), on_mesh(make_mesh(config.mesh)):
         optimizer = make_optimizer(config)
         state = init_state(config, optimizer)
         before, declared = state.params, declarations(Kimi(config.model))
@@ -112,7 +113,7 @@ def run(config: Config) -> dict[str, np.ndarray]:
         step = jax.jit(make_step(config, optimizer))
         result: dict[str, np.ndarray] = {}
         for number, batch in enumerate(batches(config)):
-            state, metrics = step(state, sharding.to_devices(batch, cut))
+            state, metrics = step(state, to_devices(batch, cut))
             result[f"loss.{number}"] = np.asarray(metrics["loss"])
             result[f"load.{number}"] = np.asarray(metrics["expert_load"])
             assert (metrics["max_logit"] > config.optim.qk_clip) == (config.optim.qk_clip < 1)
@@ -129,14 +130,14 @@ def run(config: Config) -> dict[str, np.ndarray]:
 
 def assert_cut(config: Config, state) -> None:
     """Parameters, and every array of the optimizer that belongs to one, lie where the rules say."""
-    mesh = sharding.current_mesh()
+    mesh = current_mesh()
     if mesh is None:
         return
     expected = partitions(Kimi(config.model), config.rules, dict(mesh.shape))
-    assert {name: sharding.spec_of(value) for name, value in state.params.items()} == expected
+    assert {name: spec_of(value) for name, value in state.params.items()} == expected
     for name, value in flatten(state.opt).items():
         owner = next((path for path in expected if name.endswith("." + path)), None)
-        assert sharding.spec_of(value) == (P() if owner is None else expected[owner]), name
+        assert spec_of(value) == (P() if owner is None else expected[owner]), name
 
 
 @lru_cache

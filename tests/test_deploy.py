@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from kimi_jax import cli
-from kimi_jax.analysis import sizes as inspect
-from kimi_jax.train import loop as train
+from kimi_jax.analysis import sizes
+from kimi_jax.train import loop
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -27,7 +27,7 @@ def asked(monkeypatch):
 
     def parse(arguments: str):
         configs = []
-        monkeypatch.setattr(train, "run", lambda config, restart: configs.append(config))
+        monkeypatch.setattr(loop, "run_training", lambda config, restart: configs.append(config))
         cli.train(shlex.split(arguments))
         return configs[0]
 
@@ -43,7 +43,7 @@ def value(pattern: str, text: str) -> str:
 def check(config, devices: int) -> None:
     """The mesh takes all devices, and the config fits it."""
     assert config.mesh.size == devices
-    assert "parameters" in inspect.dry_run(config)
+    assert "parameters" in sizes.dry_run(config)
 
 
 @pytest.mark.parametrize("name", FILES)

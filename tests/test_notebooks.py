@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 
-from kimi_jax.store import safetensors_files as shards
+from kimi_jax.store import safetensors_files
 from tests.conftest import quick_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,7 +181,12 @@ def test_released_checkpoint_runs(run):
     assert re.search(r"\d+% of blocks get another scale; largest code of those: \[3\.\]", by_text)
     files = re.findall(r"^[0-9a-f]{16}  (\w+)  (\S+)$", by_text, re.M)
     assert {word for word, _ in files} == {"same"}
-    assert {name for _, name in files} >= {"config.json", "tiktoken.model", "tokenizer_config.json", shards.INDEX}
+    assert {name for _, name in files} >= {
+        "config.json",
+        "tiktoken.model",
+        "tokenizer_config.json",
+        safetensors_files.INDEX,
+    }
     assert len([name for _, name in files if name.endswith(".safetensors")]) > 2
     assert printed(code[-1]).split() == [
         "language_model.model.layers.1.block_sparse_moe.experts.3.w2.weight_scale",

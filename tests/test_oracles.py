@@ -22,8 +22,9 @@ from kimi_jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPECo
 from kimi_jax.infer.generate import generate
 from kimi_jax.model.kimi import Kimi, bias_layers, init
 from kimi_jax.model.param import arrays, with_arrays
-from kimi_jax.store import read as hf
-from kimi_jax.store import released_config as hf_config
+from kimi_jax.store import released_config
+from kimi_jax.store.read import load_release
+from kimi_jax.store.write import save_release
 from tests import tiny
 from tests.conftest import rel_to_rms
 
@@ -125,10 +126,10 @@ def load_mlx(folder) -> Consumer:
 
 
 def load_transformers(folder) -> Consumer:
-    config = json.loads((folder / hf_config.CONFIG).read_text())
+    config = json.loads((folder / released_config.CONFIG).read_text())
     if config["model_type"] == "kimi_k2":  # known there under the name of its architecture alone
         folder = shutil.copytree(folder, folder.with_name(folder.name + "_renamed"))
-        (folder / hf_config.CONFIG).write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
+        (folder / released_config.CONFIG).write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def logits(tokens, cache):
@@ -201,9 +202,9 @@ def exported(tmp_path_factory):
         if name not in made:
             config = replace(MODELS[name], dtype="float32", param_dtype="float32")
             folder = tmp_path_factory.mktemp("exported") / name
-            hf.save(folder, randomised(config), config, packed=name.endswith("packed"))
+            save_release(folder, randomised(config), config, packed=name.endswith("packed"))
             # As stored. Block-FP8 times its scale is no bf16 number, but mlx-lm makes it one.
-            stored, _ = hf.load(folder, dtype=jnp.bfloat16)
+            stored, _ = load_release(folder, dtype=jnp.bfloat16)
             values = {name: value.astype(jnp.float32) for name, value in arrays(stored).items()}
             made[name] = folder, answers(with_arrays(Kimi(config), values))
         return made[name]

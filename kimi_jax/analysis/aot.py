@@ -31,8 +31,9 @@ from kimi_jax.infer import generate as generation
 from kimi_jax.model.cache import cache_shapes
 from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import arrays, declarations, place
-from kimi_jax.parallel.mesh import axes_of, make_mesh, on, placed, spec
+from kimi_jax.parallel.mesh import make_mesh, on_mesh
 from kimi_jax.parallel.processes import quiet_libtpu
+from kimi_jax.parallel.spec import axes_of, placed, spec_for
 from kimi_jax.train import heap
 from kimi_jax.train.step import abstract_state, make_optimizer
 
@@ -168,7 +169,7 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
     found = devices(where)
     mesh = slice_mesh(config.mesh, where, found)
     began = time.perf_counter()
-    with on(mesh), tempfile.TemporaryDirectory() as folder:
+    with on_mesh(mesh), tempfile.TemporaryDirectory() as folder:
         lowered, sizes, counted = _lowered(config, mesh, step, rows)
         lowered_after = time.perf_counter() - began
         error = None
@@ -338,7 +339,7 @@ def _lowered(config: Config, mesh, step: Step, rows: int | None):
     """(the lowered step, bytes of its arguments on one device by kind, FLOPs by component)."""
     length = config.data.sequence_length
     if step == "train":
-        from kimi_jax.train import loop as train
+        from kimi_jax.train.step import training_step
 
         state = abstract_state(config, make_optimizer(config))
         batch = _batch(config, mesh, config.data.batch_size, length)
@@ -348,7 +349,7 @@ def _lowered(config: Config, mesh, step: Step, rows: int | None):
             "gradients": device_bytes(state.params, at_least=4 if config.train.accumulation > 1 else 0),
             "batch": device_bytes(batch),
         }
-        return train.training_step(config).lower(state, batch), sizes, flops.train(config)
+        return training_step(config).lower(state, batch), sizes, flops.train(config)
     config = replace(config, rules=generation.generation_rules(config.rules))
     rows = rows or math.prod(getattr(config.mesh, axis) for axis in config.rules.batch)
     model = place(Kimi(config.model), config.rules)
@@ -393,7 +394,7 @@ def _least_traffic(config: Config, step: Step, axes: dict[str, int], sizes: dict
         if name == "embed":
             continue
         declared = declarations(model)[name]
-        parts = spec(gathered, declared.axes, axes)
+        parts = spec_for(gathered, declared.axes, axes)
         ways = math.prod(axes[axis] for part in parts for axis in axes_of(part))
         weights += width * math.prod(value.shape) // ways
     if step != "train":

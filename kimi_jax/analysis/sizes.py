@@ -17,10 +17,11 @@ from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import arrays, count, declarations, named_params
 from kimi_jax.model.stacks import segments
 from kimi_jax.optim.build import table
-from kimi_jax.parallel import mesh as sharding
-from kimi_jax.store import names as hf_names
+from kimi_jax.parallel.batch import batch_sharding
+from kimi_jax.parallel.mesh import abstract_mesh
+from kimi_jax.parallel.spec import axes_of
+from kimi_jax.store import names as released_names
 from kimi_jax.store.checkpoint import host_bytes
-from kimi_jax.train.loop import batch_sharding
 from kimi_jax.train.step import abstract_state, make_optimizer
 
 ROUTED = ("mlp.w_gate", "mlp.w_up", "mlp.w_down")
@@ -89,7 +90,7 @@ def counts(config: ModelConfig) -> Counts:
     runs = [run for segment in cache.runs for run in segment]
     return Counts(
         total=total,
-        stored=sum(math.prod(tensor.shape) for tensor in hf_names.tensors(config)),
+        stored=sum(math.prod(tensor.shape) for tensor in released_names.tensors(config)),
         active=total - embed - routed + routed * config.moe.experts_per_token // config.moe.num_experts,
         kda_state_bytes=host_bytes([run.state for run in runs if isinstance(run, KDACache)]),
         mla_bytes_per_token=host_bytes([run.latent for run in runs if isinstance(run, MLACache)]),
@@ -173,7 +174,7 @@ def _per_device(config: Config) -> list[str]:
     """The same memory on each device of the config's mesh, if it has one."""
     if config.mesh.size == 1:
         return []
-    with jax.sharding.use_abstract_mesh(sharding.abstract_mesh(config.mesh)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(config.mesh)):
         state = abstract_state(config, make_optimizer(config))
         cut = batch_sharding(config)
     params, optimizer = (
@@ -181,7 +182,7 @@ def _per_device(config: Config) -> list[str]:
         for part in (state.params, state.opt)
     )
     assert cut is not None
-    ways = math.prod(config.mesh.shape[axis] for part in cut.spec for axis in sharding.axes_of(part))
+    ways = math.prod(config.mesh.shape[axis] for part in cut.spec for axis in axes_of(part))
     shape = " x ".join(f"{axis} {size}" for axis, size in config.mesh.shape.items() if size > 1)
     return [f"mesh: {shape} = {config.mesh.size} devices; on each {_memory(config, params, optimizer, ways)}"]
 

@@ -19,7 +19,7 @@ import numpy as np
 from kimi_jax.config import DataConfig, ModelConfig, Source
 from kimi_jax.data import packing
 from kimi_jax.data.sources import DataError, Document, Problems, read, side
-from kimi_jax.text import tokenizer as tokenizers
+from kimi_jax.text.load import check_tokenizer, make_tokenizer
 from kimi_jax.text.tokenizer import Tokenizer
 
 
@@ -115,9 +115,9 @@ def load(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer | None = N
     """
     if tokenizer is None:
         texts = (d.text for s in config.sources for d in _documents(config, Problems(), s, held_out=False))
-        tokenizer = tokenizers.make(config.tokenizer, model, texts)
+        tokenizer = make_tokenizer(config.tokenizer, model, texts)
     else:
-        tokenizers.check(tokenizer, model)
+        check_tokenizer(tokenizer, model)
     problems = Problems(config.on_error)
     train = tuple(
         packing.Pieces(_documents(config, problems, source, held_out=False), tokenizer, config.sequence_length)

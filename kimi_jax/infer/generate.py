@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,12 @@ from kimi_jax.model.cache import Cache, init_cache
 from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import arrays, declarations, with_arrays
 from kimi_jax.ops.experts import Stacked
-from kimi_jax.ops.quant.mx import QTensor
-from kimi_jax.parallel.mesh import current_mesh, placed, platform, relay, to_devices
+from kimi_jax.ops.quant.qtensor import QTensor
+from kimi_jax.parallel.batch import to_devices
+from kimi_jax.parallel.mesh import current_mesh, platform
+from kimi_jax.parallel.spec import placed, relay
+from kimi_jax.store.open import open_with_tokenizer
+from kimi_jax.text.tokenizer import Tokenizer
 
 BUCKET = 64
 """Prompts and caches are padded to multiples of this, so that few lengths are compiled."""
@@ -179,3 +184,37 @@ def _check(model: Kimi, prompts, max_new_tokens: int, temperature: float, top_p:
         raise ConfigError(f"temperature={temperature} must not be negative and top_p={top_p} lie in (0, 1]")
     if temperature > 0 and key is None:
         raise ConfigError(f"temperature={temperature} draws tokens and needs a key, e.g. key=jax.random.key(0)")
+
+
+def continue_text(
+    path: str | Path,
+    prompt: str,
+    *,
+    step: int | None = None,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Continues `prompt` with a checkpoint; yields text as it is made."""
+    model, config, tokenizer = open_with_tokenizer(path, step)
+    return sample_text(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        key=jax.random.key(seed),
+        rules=config.rules,
+    )
+
+
+def sample_text(model: Kimi, tokenizer: Tokenizer, prompt: str, **options) -> Iterator[str]:
+    """Continues a text; yields what follows as it becomes whole characters."""
+    tokens = [tokenizer.bos_id, *map(int, tokenizer.encode(prompt))]
+    text = tokenizer.stream()
+    for (token,) in stream(model, [tokens], stop=tokenizer.stop_ids, **options):
+        if token is not None:
+            yield text(token)
+    yield text.finish()

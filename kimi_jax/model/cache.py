@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from kimi_jax.config import ConfigError, ModelConfig, Rules
 from kimi_jax.model.stacks import segments
-from kimi_jax.parallel.mesh import current_mesh, placed
+from kimi_jax.parallel.mesh import current_mesh
+from kimi_jax.parallel.spec import placed
 
 
 @jax.tree_util.register_dataclass

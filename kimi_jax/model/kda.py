@@ -10,25 +10,15 @@ from flax import nnx
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import KDACache
+from kimi_jax.model.init import inverse_softplus_dt, log_uniform, normal, ones, uniform, zeros
 from kimi_jax.model.mlp import MATRIX
-from kimi_jax.model.param import (
-    AdamW,
-    Muon,
-    einsum,
-    exact_dtype,
-    inverse_softplus_dt,
-    log_uniform,
-    normal,
-    ones,
-    param,
-    uniform,
-    zeros,
-)
+from kimi_jax.model.param import einsum, exact_dtype, param
+from kimi_jax.model.rules import AdamW, Muon
 from kimi_jax.ops.conv import short_conv
 from kimi_jax.ops.kda import decay_gate, kda
 from kimi_jax.ops.norm import l2_norm, rms_norm
 from kimi_jax.parallel import context
-from kimi_jax.parallel.mesh import axis_of, per_device, spec_of
+from kimi_jax.parallel.spec import axis_of, per_device, spec_of
 
 PER_HEAD = Muon(rows=(-3,), cols=(-1,))
 """`[.., in, heads, out]`: one matrix a head."""

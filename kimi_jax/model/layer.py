@@ -10,11 +10,12 @@ from flax import nnx
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import KDACache, MLACache
+from kimi_jax.model.init import ones, zeros
 from kimi_jax.model.kda import KDA, VECTOR
 from kimi_jax.model.mla import MLA, Slots
 from kimi_jax.model.mlp import MLP
 from kimi_jax.model.moe import MoE
-from kimi_jax.model.param import ones, param, zeros
+from kimi_jax.model.param import param
 from kimi_jax.model.stacks import Mixer
 from kimi_jax.ops.attn_residual import attn_residual
 from kimi_jax.ops.norm import rms_norm

@@ -12,15 +12,17 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import MLACache
+from kimi_jax.model.init import normal, ones
 from kimi_jax.model.kda import FROM_HEADS, PER_HEAD, TO_HEADS, VECTOR
 from kimi_jax.model.mlp import MATRIX
-from kimi_jax.model.param import QKClip, einsum, normal, ones, param
+from kimi_jax.model.param import einsum, param
+from kimi_jax.model.rules import QKClip
 from kimi_jax.ops.attention import attention, latent_attention
 from kimi_jax.ops.norm import rms_norm
 from kimi_jax.ops.rope import rotate, yarn_frequencies, yarn_logit_scale
 from kimi_jax.parallel import context
 from kimi_jax.parallel.dense import gather_weight
-from kimi_jax.parallel.mesh import axes_of, axis_of, mesh_axes_of, per_device, spec_of, vary
+from kimi_jax.parallel.spec import axes_of, axis_of, mesh_axes_of, per_device, spec_of, vary
 
 LORA_NORM_EPS = 1e-6
 """The released code builds the norms of both low-rank projections with its class default, not `rms_norm_eps`."""

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.param import Muon, einsum, normal, param
+from kimi_jax.model.init import normal
+from kimi_jax.model.param import einsum, param
+from kimi_jax.model.rules import Muon
 from kimi_jax.ops.situ import situ_glu, swiglu
 
 MATRIX = Muon(rows=(-2,), cols=(-1,))

@@ -10,17 +10,21 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from kimi_jax.config import ModelConfig
+from kimi_jax.model.init import normal, ones, zeros
 from kimi_jax.model.kda import VECTOR
 from kimi_jax.model.mlp import MATRIX, MLP, glu
-from kimi_jax.model.param import Balanced, einsum, exact_dtype, normal, ones, param, zeros
+from kimi_jax.model.param import einsum, exact_dtype, param
+from kimi_jax.model.rules import Balanced
 from kimi_jax.ops.experts import Stacked, expert_mlp
 from kimi_jax.ops.norm import rms_norm
-from kimi_jax.ops.quant.mx import QTensor, mxfp4_round, mxfp8_round
+from kimi_jax.ops.quant.mx import mxfp4_round, mxfp8_round
+from kimi_jax.ops.quant.qtensor import QTensor
 from kimi_jax.ops.routing import best_experts, document_balance_loss, expert_load, quantile_histogram, route
 from kimi_jax.parallel import context
 from kimi_jax.parallel.dense import gather_weight
 from kimi_jax.parallel.expert import expert_parallel_mlp
-from kimi_jax.parallel.mesh import axes_of, axis_of, mesh_axes_of, per_device, platform, spec_of, vary
+from kimi_jax.parallel.mesh import platform
+from kimi_jax.parallel.spec import axes_of, axis_of, mesh_axes_of, per_device, spec_of, vary
 
 
 class MoE(nnx.Module):

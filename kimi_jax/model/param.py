@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,41 +20,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kimi_jax.config import Rules
-from kimi_jax.ops.quant.mx import QTensor
+from kimi_jax.model.init import Init
+from kimi_jax.model.rules import Muon, QKClip, Rule
+from kimi_jax.ops.quant.qtensor import QTensor
 from kimi_jax.parallel import dense
-from kimi_jax.parallel.mesh import check_divides, current_mesh, spec
+from kimi_jax.parallel.mesh import current_mesh
+from kimi_jax.parallel.spec import check_divides, spec_for
 
-Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 Tree = TypeVar("Tree")
-
-
-@dataclass(frozen=True)
-class Muon:
-    """Per-head Muon: axes `rows` x `cols`, each flattened, are a matrix; all other axes count its blocks."""
-
-    rows: tuple[int, ...]
-    cols: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class AdamW:
-    decay: bool
-
-
-@dataclass(frozen=True)
-class Balanced:
-    """The router's correction bias: no gradient; moved once a step by the expert counts."""
-
-
-@dataclass(frozen=True)
-class QKClip:
-    """How QK-Clip scales a query or key weight: axis -2 is heads; along axis -1, `parts` gives widths and the
-    exponent of the head's clip factor gamma (K2 report, section 2.1)."""
-
-    parts: tuple[tuple[int, float], ...]
-
-
-Rule = Muon | AdamW | Balanced
 
 
 @dataclass(frozen=True)
@@ -140,7 +112,7 @@ def partitions(module: nnx.Module, rules: Rules, sizes: dict[str, int]) -> dict[
         declared: Declaration = variable.get_metadata()["declared"]
         shape = variable.get_value().shape
         stack = len(shape) - len(declared.axes)
-        partition = spec(rules, declared.axes, sizes)
+        partition = spec_for(rules, declared.axes, sizes)
         check_divides(name, declared.axes, shape[stack:], partition, sizes)
         result[name] = P(*[None] * stack, *partition)
     return result
@@ -198,33 +170,6 @@ def _filled(name: str, declared: Declaration, like: jax.ShapeDtypeStruct, seed: 
 def count(module: nnx.Module) -> int:
     """Number of scalar parameters."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(module, is_leaf=_is_packed))
-
-
-def normal(std: float) -> Init:
-    return lambda rng, shape: rng.standard_normal(shape, np.float32) * np.float32(std)
-
-
-def zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros(shape, np.float32)
-
-
-def ones(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ones(shape, np.float32)
-
-
-def uniform(bound: float) -> Init:
-    return lambda rng, shape: rng.uniform(-bound, bound, shape)
-
-
-def log_uniform(low: float, high: float) -> Init:
-    """log U(low, high): A_log of Kimi Linear (Mamba-2)."""
-    return lambda rng, shape: np.log(rng.uniform(low, high, shape))
-
-
-def inverse_softplus_dt(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Mamba-2's dt_bias: softplus^-1(dt), dt = exp(U(log 1e-3, log 1e-1)), at least 1e-4."""
-    dt = np.maximum(np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), shape)), 1e-4)
-    return dt + np.log(-np.expm1(-dt))
 
 
 def einsum(equation: str, x: jax.Array, weight: nnx.Param, **options) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kimi_jax.ops.quant.mx import QTensor
+from kimi_jax.ops.quant.qtensor import QTensor
 
 
 @jax.tree_util.register_pytree_node_class

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 from kimi_jax.config import OptimConfig
-from kimi_jax.model.param import AdamW, Declaration, Muon, QKClip, Rule
+from kimi_jax.model.param import Declaration
+from kimi_jax.model.rules import AdamW, Muon, QKClip, Rule
 from kimi_jax.optim.muon import STEP_BYTES, MuonState, block_shape, scale_by_muon
 from kimi_jax.optim.qk_clip import qk_clip
 from kimi_jax.optim.schedule import cosine_with_warmup

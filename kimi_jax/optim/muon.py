@@ -12,7 +12,7 @@ import optax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, PartitionSpec
 
-from kimi_jax.model.param import Muon
+from kimi_jax.model.rules import Muon
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEP_BYTES = 256 * 2**20

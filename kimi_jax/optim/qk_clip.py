@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, PartitionSpec, reshard
 
-from kimi_jax.model.param import QKClip
+from kimi_jax.model.rules import QKClip
 
 
 def clip_factor(max_logits: jax.Array, tau: float) -> jax.Array:

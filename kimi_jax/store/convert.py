@@ -24,13 +24,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from kimi_jax.config import Config, ConfigError, ModelConfig, at_step, from_dict, to_dict
 from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import arrays
-from kimi_jax.store import checkpoint
-from kimi_jax.store import read as hf
-from kimi_jax.store import released_config as hf_config
-from kimi_jax.store import safetensors_files as shards
-from kimi_jax.store.checkpoint import SlicedCheckpoint
+from kimi_jax.store import checkpoint, released_config, safetensors_files, sliced
 from kimi_jax.store.open import config_for, is_release, release_tokenizer
+from kimi_jax.store.read import Release
 from kimi_jax.store.safetensors_files import CheckpointError
+from kimi_jax.store.sliced import SlicedCheckpoint
+from kimi_jax.store.write import Parameters, Plan, check_disk, check_new, plan, plan_like
 from kimi_jax.text.tokenizer import RELEASED
 
 ASSETS, HEADERS, CARRIED, FILES = "assets", "headers", "carried", "files"
@@ -71,7 +70,7 @@ def convert(
     """
     source, target = Path(source), Path(target).absolute()
     console = console or Console(stderr=True, highlight=False)
-    hf.check_new(target)
+    check_new(target)
     if is_release(source):
         if like is not None:
             raise ConfigError(f"{source} is a released directory; --like is for exports")
@@ -80,7 +79,7 @@ def convert(
 
 
 def _import(source: Path, target: Path, verify: bool, console: Console) -> dict[str, int]:
-    release = hf.Release(source)
+    release = Release(source)
     tokenizer = release_tokenizer(source, release.config)
     config = config_for(target.name, release.config)
     others = _other_files(source)
@@ -101,7 +100,7 @@ def _import(source: Path, target: Path, verify: bool, console: Console) -> dict[
                 chunks = list(written.chunks(f"params.{name}"))
                 for index, file in chunks:
                     if not file.is_file():
-                        checkpoint.write_chunk(file, release.read(name, index))
+                        sliced.write_chunk(file, release.read(name, index))
                     advance(size / len(chunks))
             for file, shard in files.items():
                 _write(root / HEADERS / file, shard.header)
@@ -109,10 +108,10 @@ def _import(source: Path, target: Path, verify: bool, console: Console) -> dict[
             for file, shard in carried.items():
                 if not (root / CARRIED / file).is_file():
                     parts = (block for name in shard.entries for block in release.directory.blocks(name))
-                    shards.write(root / CARRIED / file, shard, parts)
+                    safetensors_files.write(root / CARRIED / file, shard, parts)
                 advance(shard.num_bytes)
             if carried:
-                _write(root / CARRIED / shards.INDEX, shards.index_of(carried).encode())
+                _write(root / CARRIED / safetensors_files.INDEX, safetensors_files.index_of(carried).encode())
             for name in others:
                 _copy(source / name, root / FILES / name)
                 advance((source / name).stat().st_size)
@@ -132,7 +131,7 @@ def _export(
     made = exported.plan(None if like is None else Path(like), packed)
     others = exported.other_files(None if like is None else Path(like))
     needed = made.num_bytes + sum(path.stat().st_size for path in others.values())
-    whole = exported.folder / str(exported.step) / checkpoint.WHOLE
+    whole = exported.folder / str(exported.step) / sliced.WHOLE
     layout = [[file, hashlib.sha256(shard.header).hexdigest()] for file, shard in made.files.items()]
     stamp = [str(whole.resolve()), whole.stat().st_mtime_ns, made.config, layout]
     with _partial(target, ["export", *stamp], needed, console) as partial:
@@ -141,12 +140,12 @@ def _export(
                 if (partial / file).is_file():
                     advance(shard.num_bytes)
                     continue
-                shards.write(partial / file, shard, _counted(made.blocks(file, exported.source), advance))
+                safetensors_files.write(partial / file, shard, _counted(made.blocks(file, exported.source), advance))
         for name, path in others.items():
             _copy(path, partial / name)
         if made.index is not None:
-            _write(partial / shards.INDEX, made.index.encode())
-        _write(partial / hf_config.CONFIG, made.config.encode())
+            _write(partial / safetensors_files.INDEX, made.index.encode())
+        _write(partial / released_config.CONFIG, made.config.encode())
         if verify:
             _verify(partial, made, exported.source, console)
     tensors = [entry for shard in made.files.values() for entry in shard.entries.values()]
@@ -164,7 +163,7 @@ class _Exported:
         assert latest is not None
         self.step = latest if step is None else step
         self.config: ModelConfig = at_step(from_dict(Config, metadata["config"]), self.step).model
-        stored = checkpoint.open_arrays(self.folder, self.step)
+        stored = sliced.open_arrays(self.folder, self.step)
         held = {name.removeprefix("params."): a for name, a in stored.items() if name.startswith("params.")}
         kinds = metadata.get("packed", {})
         problems = []
@@ -175,24 +174,24 @@ class _Exported:
                 problems.append(f"shape: {name} is {list(held[name].shape)}, the config needs {list(like.shape)}")
         if problems:
             raise CheckpointError(f"{self.folder} does not hold the model of its config:\n  " + "\n  ".join(problems))
-        self.source = hf.Parameters(lambda leaf, index: held[leaf].read(index), kinds)
+        self.source = Parameters(lambda leaf, index: held[leaf].read(index), kinds)
         self.assets = self.folder.parent / ASSETS
         self.tokenizer = self.folder.parent / "tokenizer"
 
-    def plan(self, like: Path | None, packed: bool) -> hf.Plan:
+    def plan(self, like: Path | None, packed: bool) -> Plan:
         """What is to be written: in the place of a release where there is one, else in the family's layout."""
         if like is not None and is_release(like):
-            directory = shards.Directory(like)
-            return hf.plan_like(self.config, directory.files, like, directory)
+            directory = safetensors_files.Directory(like)
+            return plan_like(self.config, directory.files, like, directory)
         assets = self._assets(like)
         if assets is None:
-            return hf.plan(self.config, packed=packed)
+            return plan(self.config, packed=packed)
         files = {}
         for path in sorted((assets / HEADERS).iterdir()):
-            files[path.name] = shards.shard_of(path.read_bytes())
+            files[path.name] = safetensors_files.shard_of(path.read_bytes())
         carried = assets / CARRIED
-        original = shards.Directory(carried) if (carried / shards.INDEX).is_file() else None
-        return hf.plan_like(self.config, files, assets / FILES, original)
+        original = safetensors_files.Directory(carried) if (carried / safetensors_files.INDEX).is_file() else None
+        return plan_like(self.config, files, assets / FILES, original)
 
     def other_files(self, like: Path | None) -> dict[str, Path]:
         """Files beside tensors, config and index: name -> where it is."""
@@ -201,7 +200,11 @@ class _Exported:
             ours = self.tokenizer.iterdir() if self.tokenizer.is_dir() else ()
             return {path.name: path for path in ours if path.name in RELEASED}
         folder = folder / FILES if (folder / FILES).is_dir() else folder
-        return {name: folder / name for name in _other_files(folder) if name not in (hf_config.CONFIG, shards.INDEX)}
+        return {
+            name: folder / name
+            for name in _other_files(folder)
+            if name not in (released_config.CONFIG, safetensors_files.INDEX)
+        }
 
     def _assets(self, like: Path | None) -> Path | None:
         if like is None:
@@ -211,9 +214,9 @@ class _Exported:
         return like / ASSETS
 
 
-def _verify(folder: Path, made: hf.Plan, source: hf.Parameters, console: Console) -> None:
+def _verify(folder: Path, made: Plan, source: Parameters, console: Console) -> None:
     """Compares the tensors of a released directory with what parameters give, byte for byte."""
-    directory, different = shards.Directory(folder), []
+    directory, different = safetensors_files.Directory(folder), []
     with _bar(console, "verify", made.num_bytes) as advance:
         for file, shard in made.files.items():
             if directory.files[file].header != shard.header:
@@ -222,7 +225,7 @@ def _verify(folder: Path, made: hf.Plan, source: hf.Parameters, console: Console
             with open(folder / file, "rb") as handle:
                 handle.seek(len(shard.header))
                 for name, entry in shard.entries.items():
-                    blocks = map(shards.as_bytes, made.tensor(name, entry, source))
+                    blocks = map(safetensors_files.as_bytes, made.tensor(name, entry, source))
                     if not all([handle.read(len(block)) == block for block in blocks]):
                         different.append(name)
                     advance(entry.num_bytes)
@@ -230,13 +233,13 @@ def _verify(folder: Path, made: hf.Plan, source: hf.Parameters, console: Console
         raise CheckpointError(f"{len(different)} tensors of {folder} differ:\n  " + "\n  ".join(different))
 
 
-def _carried(release: hf.Release) -> dict[str, shards.Shard]:
+def _carried(release: Release) -> dict[str, safetensors_files.Shard]:
     """Files for the tensors that parameters do not give back, named as those they come from."""
     parts: dict[str, list] = {}
     for name in release.carried:
         entry = release.directory.entries[name]
         parts.setdefault(release.directory.where[name], []).append((name, entry.dtype, entry.shape))
-    return {file: shards.make_shard(tensors) for file, tensors in sorted(parts.items())}
+    return {file: safetensors_files.make_shard(tensors) for file, tensors in sorted(parts.items())}
 
 
 def _other_files(folder: Path) -> list[str]:
@@ -256,7 +259,7 @@ def _partial(target: Path, what: list, needed: int, console: Console) -> Iterato
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
     left = (partial / PLAN).read_text() if (partial / PLAN).is_file() else None
     held = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file()) if left == digest else 0
-    hf.check_disk(target, needed - held)
+    check_disk(target, needed - held)
     if left == digest:
         console.print(f"Going on with {partial}")
     else:

@@ -19,7 +19,9 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import named_params
 from kimi_jax.model.stacks import segments
-from kimi_jax.ops.quant.mx import BLOCK, GROUP, Kind
+from kimi_jax.ops.quant.bits import GROUP
+from kimi_jax.ops.quant.blocks import BLOCK
+from kimi_jax.ops.quant.qtensor import Kind
 from kimi_jax.store.released_config import is_k2, is_nested
 from kimi_jax.store.safetensors_files import CheckpointError, Entry
 

@@ -1,19 +1,16 @@
-"""Released checkpoints in and out: read in slices onto any mesh, planned, and written tensor by tensor.
+"""Released checkpoints in: read in slices onto any mesh.
 
-What their tensors are called and how they lie is in `hf_names`, their config.json in `hf_config`, their files in
-`shards`.
+What their tensors are called and how they are laid out is in `names`, their config.json in `released_config`, their
+files in `safetensors_files`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,26 +19,19 @@ import numpy as np
 from kimi_jax.config import ConfigError, ModelConfig, Rules
 from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import arrays, declarations, place, with_arrays
-from kimi_jax.ops.quant.mx import BLOCK, GROUP, Kind, QTensor
-from kimi_jax.parallel.mesh import axes_of
-from kimi_jax.store import safetensors_files as shards
-from kimi_jax.store.names import Stored, Tensor, manifest, match, stored
-from kimi_jax.store.released_config import (
-    CONFIG,
-    check_quantization,
-    differences,
-    quantization_config,
-    read_config,
-    released_config,
-)
-from kimi_jax.store.safetensors_files import DTYPES, INDEX, CheckpointError, Directory, Entry, Shard
+from kimi_jax.ops.quant.bits import GROUP
+from kimi_jax.ops.quant.blocks import BLOCK
+from kimi_jax.ops.quant.qtensor import Kind, QTensor
+from kimi_jax.parallel.spec import axes_of
+from kimi_jax.store.names import Tensor, match
+from kimi_jax.store.released_config import CONFIG, check_quantization, read_config
+from kimi_jax.store.safetensors_files import DTYPES, Directory
 
 PARTS = ("packed", "scale")
 """Arrays of a `QTensor`."""
-SHARD_BYTES = 5 * 2**30
 
 
-def load(
+def load_release(
     path: str | Path, *, dtype=jnp.float32, packed: bool = False, rules: Rules | None = None
 ) -> tuple[Kimi, ModelConfig]:
     """Loads a released directory of K3, Kimi Linear or K2 onto the current mesh, each process what its devices hold.
@@ -221,7 +211,7 @@ class Release:
                 value = self._decoded(tensor, param, index[stack:], dtype)
             if out is None:
                 out = np.empty((*numbers.shape, *value.shape), dtype)
-            _copy(out[at], value)
+            copy_strips(out[at], value)
         assert out is not None
         return out
 
@@ -245,12 +235,12 @@ class Release:
         w = unpack(packed[rows, cols.start // entries : cols.stop // entries], scale[tuple(blocks)], kind, dtype)
         if w.shape != tensor.shape:
             whole = np.empty(tensor.shape, dtype)  # memory that is not touched is none
-            _copy(whole[rows, cols], w)
+            copy_strips(whole[rows, cols], w)
             w = whole
         return tensor.decode(w)[tensor.params.index(param)][index]
 
 
-def _copy(out: np.ndarray, value: np.ndarray) -> None:
+def copy_strips(out: np.ndarray, value: np.ndarray) -> None:
     """out <- value, which may be transposed: in strips, so that both stay in the processor's cache."""
     if out.dtype == value.dtype:  # of the same dtype, bits: NumPy is slow with those it does not know
         out, value = (a.view(f"u{a.itemsize}") for a in (out, value))
@@ -267,21 +257,8 @@ def _copy(out: np.ndarray, value: np.ndarray) -> None:
 
 def unpack(packed: np.ndarray, scale: np.ndarray, kind: Kind, dtype) -> np.ndarray:
     """Decodes a quantized matrix `[out, in]` on the host."""
-    with _on_host():
+    with on_host():
         return np.asarray(_unpack(np.asarray(packed), np.asarray(scale), kind, jnp.dtype(dtype)))
-
-
-def pack(w: np.ndarray, kind: Kind) -> dict[str, np.ndarray]:
-    """Encodes a matrix `[out, in]` on the host: its `packed` and its `scale`.
-
-    Raises:
-        ValueError: NaN or infinity in it, or a width that does not divide into groups.
-    """
-    if not np.isfinite(w).all():
-        raise ValueError(f"{np.count_nonzero(~np.isfinite(w)):,} of {w.size:,} values are NaN or infinite")
-    with _on_host():
-        q = _pack(np.ascontiguousarray(w), kind)
-        return {"packed": np.asarray(q.packed), "scale": np.asarray(q.scale)}
 
 
 @partial(jax.jit, static_argnums=(2, 3))
@@ -289,203 +266,7 @@ def _unpack(packed, scale, kind, dtype):
     return QTensor(packed, scale, kind).decode(dtype).mT
 
 
-@partial(jax.jit, static_argnums=1)
-def _pack(w, kind):
-    return QTensor.encode(w.mT, kind)
-
-
-def _on_host():
+def on_host():
     """One CPU device, whatever mesh is set."""
     device = jax.local_devices(backend="cpu")[0]
     return jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("host",), axis_types=(jax.sharding.AxisType.Explicit,)))
-
-
-@dataclass
-class Plan:
-    """A released directory that is to be written: its files, and where the data of each tensor comes from."""
-
-    config: str
-    """Text of config.json."""
-    files: dict[str, Shard]
-    stored: dict[str, Stored]
-    """Those of `files` that come from parameters; the others come from `original`."""
-    index: str | None
-    original: Directory | None = None
-    """Tensors as they were released."""
-    _last: tuple[str, dict[str, np.ndarray]] = field(default=("", {}), repr=False)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(shard.num_bytes for shard in self.files.values())
-
-    def blocks(self, file: str, source: Parameters) -> Iterator[np.ndarray]:
-        """The data of a file's tensors, in order, in blocks."""
-        for name, entry in self.files[file].entries.items():
-            yield from self.tensor(name, entry, source)
-
-    def tensor(self, name: str, entry: Entry, source: Parameters) -> Iterator[np.ndarray]:
-        """The data of one tensor, in blocks."""
-        if name not in self.stored:
-            assert self.original is not None
-            yield from self.original.blocks(name)
-            return
-        s, dtype = self.stored[name], DTYPES[entry.dtype]
-        if s.part == "shape":
-            yield np.array(s.tensor.shape, dtype)
-        elif s.part == "plain":
-            for w in self._matrices(s.tensor, source):
-                yield _cast(w, dtype)
-        elif source.kinds.get(s.tensor.params[0]) == s.kind:
-            yield source.fetch(f"{s.tensor.params[0]}.{s.part}", s.tensor.index)
-        else:
-            if self._last[0] != s.tensor.name:
-                self._last = s.tensor.name, self._packed(s, source)
-            yield self._last[1][s.part].astype(dtype)
-
-    def _matrices(self, tensor: Tensor, source: Parameters) -> Iterator[np.ndarray]:
-        """The tensor in its released shape; a large one in blocks of rows."""
-        rows = tensor.shape[0] if tensor.shape else 1
-        step = max(1, shards.BLOCK // (4 * max(1, math.prod(tensor.shape[1:]))))
-        if tensor.rows is None or step >= rows or tensor.params[0] in source.kinds:
-            yield tensor.encode(*(source.value(param, tensor.index) for param in tensor.params))
-            return
-        for start in range(0, rows, step):
-            part = (*(slice(None),) * tensor.rows, slice(start, min(start + step, rows)))
-            yield tensor.encode(source.fetch(tensor.params[0], (*tensor.index, *part)))
-
-    def _packed(self, s: Stored, source: Parameters) -> dict[str, np.ndarray]:
-        """A matrix in a quantized format: the bytes that it was released with, as long as it is still the same."""
-        tensor, kind = s.tensor, s.kind
-        assert kind is not None
-        w = tensor.encode(*(source.value(param, tensor.index) for param in tensor.params))
-        names = {part.part: part.name for part in stored(tensor, kind)}
-        if self.original is not None and names["packed"] in self.original.where:
-            released = {part: self.original.read(names[part]) for part in PARTS}
-            before = unpack(released["packed"], released["scale"], kind, w.dtype)
-            if before.tobytes() == np.ascontiguousarray(w).tobytes():
-                return released
-        try:
-            return pack(w, kind)
-        except ValueError as error:
-            raise CheckpointError(f"{tensor.name} cannot be stored as {kind}: {error}") from error
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Where parameters come from that are to be written."""
-
-    fetch: Callable[[str, tuple], np.ndarray]
-    """(path of an array, index) -> what lies there, on the host."""
-    kinds: Mapping[str, Kind]
-    """Parameters that are packed, as arrays `.packed` and `.scale` under their path."""
-
-    def value(self, param: str, index: tuple) -> np.ndarray:
-        """A parameter, decoded if it is packed."""
-        kind = self.kinds.get(param)
-        if kind is None:
-            return self.fetch(param, index)
-        return unpack(self.fetch(f"{param}.packed", index), self.fetch(f"{param}.scale", index), kind, np.float32).T
-
-
-def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    out = np.empty(values.shape, dtype)
-    _copy(out, values)
-    return out
-
-
-def plan(config: ModelConfig, *, packed: bool, max_shard_bytes: int = SHARD_BYTES) -> Plan:
-    """How a model is written in the layout of its family; `packed` in its quantized format, if it has one."""
-    parts = list(manifest(config, packed=packed))
-    files = shards.divide((s.entry for s in parts), max_shard_bytes)
-    index = shards.index_of(files) if len(files) > 1 else None
-    text = released_config(config)
-    if packed and (quantization := quantization_config(config)) is not None:
-        (text.get("text_config") or text)["quantization_config"] = quantization
-    return Plan(json.dumps(text, indent=2) + "\n", files, {s.name: s for s in parts}, index)
-
-
-def plan_like(config: ModelConfig, files: dict[str, Shard], folder: str | Path, original: Directory | None) -> Plan:
-    """How a model is written in the place of another of the same shape, tensors it does not have included.
-
-    Args:
-        config: the model.
-        files: headers to write.
-        folder: with the config.json and, if there is one, the index to write.
-        original: tensors that are carried through, and those whose released bytes are kept while they are unchanged.
-
-    Raises:
-        CheckpointError: they are not those of the model.
-    """
-    folder = Path(folder)
-    theirs, ours = released_config(read_config(folder)), released_config(config)
-    if theirs != ours:
-        raise CheckpointError(f"{folder / CONFIG} is not the model's:\n  " + "\n  ".join(differences(theirs, ours)))
-    entries = {name: entry for shard in files.values() for name, entry in shard.entries.items()}
-    found = match(entries, config, folder)
-    lost = sorted(name for name in entries.keys() - found.keys() if original is None or name not in original.where)
-    if lost:
-        raise CheckpointError(f"{folder} lacks the data of:\n  " + "\n  ".join(lost))
-    index = (folder / INDEX).read_text() if (folder / INDEX).is_file() else None
-    return Plan((folder / CONFIG).read_text(), files, found, index, original)
-
-
-def save(
-    path: str | Path, model: Kimi, config: ModelConfig, *, packed: bool = False, max_shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Writes the model in the released layout and dtypes, so that `save(load(x))` holds the bytes of x's tensors.
-
-    The directory appears under its name only when it is whole.
-
-    Args:
-        path: a new directory.
-        model: on the host or any mesh of one process. Experts may be `QTensor`.
-        config: `model.config`.
-        packed: in the quantized format of the family: K3's experts in MXFP4, K2 in block-FP8. Kimi Linear has none.
-        max_shard_bytes: most bytes of a file.
-
-    Raises:
-        CheckpointError: `path` exists and is not an empty directory, or the disk is too small; a matrix that the
-            format cannot hold.
-    """
-    path = Path(path).absolute()
-    if _model_alone(config) != _model_alone(model.config):
-        raise ConfigError("the config is not that of the model; pass model.config")
-    check_new(path)
-    values: dict[str, Any] = arrays(model)
-    kinds: dict[str, Kind] = {name: value.kind for name, value in values.items() if isinstance(value, QTensor)}
-    flat = {name: value for name, value in values.items() if name not in kinds}
-    for name in kinds:
-        flat |= {f"{name}.packed": values[name].packed, f"{name}.scale": values[name].scale}
-    source = Parameters(lambda leaf, index: np.asarray(flat[leaf])[index], kinds)
-    made = plan(config, packed=packed, max_shard_bytes=max_shard_bytes)
-    check_disk(path, made.num_bytes)
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for file, shard in made.files.items():
-        shards.write(partial / file, shard, made.blocks(file, source))
-    if made.index is not None:
-        (partial / INDEX).write_text(made.index)
-    (partial / CONFIG).write_text(made.config)
-    if path.exists():
-        path.rmdir()
-    partial.rename(path)
-
-
-def _model_alone(config: ModelConfig) -> ModelConfig:
-    """The config without what the numbers do not depend on."""
-    return replace(config, dtype="float32", param_dtype="float32", remat="none")
-
-
-def check_new(path: Path) -> None:
-    """Refuses to write where something is."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists already; choose a new directory or remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def check_disk(path: Path, needed: int) -> None:
-    """Refuses a directory for which its disk is too small."""
-    free = shutil.disk_usage(path.parent).free
-    if needed > free:
-        raise CheckpointError(f"{path} needs {needed:,} bytes and the disk has {free:,} free; choose another disk")

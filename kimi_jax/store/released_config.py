@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from kimi_jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPEConfig
-from kimi_jax.ops.quant.mx import BLOCK, GROUP
+from kimi_jax.ops.quant.bits import GROUP
+from kimi_jax.ops.quant.blocks import BLOCK
 from kimi_jax.store.safetensors_files import CheckpointError
 
 CONFIG = "config.json"

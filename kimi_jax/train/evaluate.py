@@ -1,47 +1,27 @@
-"""A run's checkpoint, opened for use: evaluation on any text, and generation."""
+"""Bits per byte of a model on text."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-import jax
+import numpy as np
 
-from kimi_jax.config import Config, ConfigError, Source
+from kimi_jax.config import Source
 from kimi_jax.data import pipeline
-from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import arrays
-from kimi_jax.store import open as pretrained
-from kimi_jax.text.tokenizer import Tokenizer
-from kimi_jax.train.loop import batch_sharding, evaluation_step, sample_text
-from kimi_jax.train.loop import evaluate as evaluate_batches
+from kimi_jax.parallel.batch import batch_sharding, to_devices
+from kimi_jax.store.open import open_with_tokenizer
+from kimi_jax.train.step import Batch, evaluation_step
 
 
-def load(path: str | Path, step: int | None = None) -> tuple[Kimi, Config, Tokenizer]:
-    """Opens the checkpoint of a run, whatever mesh wrote it, on the current one: model, config and tokenizer.
-
-    The config is that of the checkpoint's step: with the experts' formats, where the run had reached them. Routed
-    experts that are stored packed stay so.
-
-    Args:
-        path: folder of a run, of its checkpoints, of a converted model, or a released directory.
-        step: which checkpoint; the newest by default.
-
-    Raises:
-        CheckpointError, ConfigError: there is none, or its arrays are not those of its config; it has no tokenizer.
-    """
-    model, config, tokenizer = pretrained.load(path, step, packed=True)
-    if tokenizer is None:
-        raise ConfigError(f"{path} has no tokenizer; put the release's tiktoken.model or tokenizer.json there")
-    return model, config, tokenizer
-
-
-def evaluate(
+def evaluate_checkpoint(
     path: str | Path, step: int | None = None, source: Source | None = None, max_tokens: int | None = None
 ) -> dict[str, float]:
     """Bits per byte of a checkpoint on `source`, or on the run's own validation text; see `train.evaluate`."""
-    model, config, tokenizer = load(path, step)
+    model, config, tokenizer = open_with_tokenizer(path, step)
     if source is None:
         batches = pipeline.load(config.data, config.model, tokenizer).validation_batches(max_tokens=max_tokens)
     else:
@@ -51,25 +31,18 @@ def evaluate(
     return evaluate_batches(evaluation_step(config), arrays(model), batches, cut=batch_sharding(config))
 
 
-def generate(
-    path: str | Path,
-    prompt: str,
-    *,
-    step: int | None = None,
-    max_new_tokens: int = 200,
-    temperature: float = 0.8,
-    top_p: float = 0.95,
-    seed: int = 0,
-) -> Iterator[str]:
-    """Continues `prompt` with a checkpoint; yields text as it is made."""
-    model, config, tokenizer = load(path, step)
-    return sample_text(
-        model,
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        key=jax.random.key(seed),
-        rules=config.rules,
-    )
+def evaluate_batches(step, params: dict, batches: Iterable[Batch], stop=None, cut=None) -> dict[str, float]:
+    """Sums an evaluation step over batches: `loss` in nats a token, `bits_per_byte`, `tokens`, `bytes`.
+
+    With several processes, each has all batches and hands its own rows to its devices. `cut` is `batch_sharding`.
+    """
+    sums, num_bytes = [], 0
+    for batch in batches:
+        if stop is not None and stop.agreed():
+            break  # the caller stops too, and throws the numbers away
+        num_bytes += int(np.sum(batch["num_bytes"] * (batch["loss_weights"] > 0)))
+        batch = {key: value for key, value in batch.items() if key != "num_bytes"}
+        sums.append(step(params, to_devices(batch, cut)))
+    nats, tokens = (float(sum(np.float64(part[i]) for part in sums)) for i in (0, 1))
+    bits = nats / math.log(2) / max(num_bytes, 1)
+    return {"loss": nats / max(tokens, 1), "bits_per_byte": bits, "tokens": tokens, "bytes": num_bytes}

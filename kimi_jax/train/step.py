@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -13,13 +13,14 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from kimi_jax.config import Config
+from kimi_jax.config import Config, Source
 from kimi_jax.model.kimi import Kimi, bias_layers, clip_rows, init
 from kimi_jax.model.param import arrays, declarations, exact_dtype, place, with_arrays
 from kimi_jax.ops.routing import balance_metrics, quantile_bias, sign_bias
 from kimi_jax.optim.build import build, update_rms
 from kimi_jax.optim.schedule import cosine_with_warmup
-from kimi_jax.parallel.mesh import current_mesh, spec_of
+from kimi_jax.parallel.mesh import current_mesh
+from kimi_jax.parallel.spec import spec_of
 
 WINDOW = 64
 """Accepted losses whose median a new loss is compared with."""
@@ -226,3 +227,29 @@ def _where(condition, new, old):
 
 def _add(a, b):
     return jax.tree.map(jnp.add, a, b)
+
+
+def _unnamed(config: Config) -> Config:
+    """The config without what no compiled function depends on, so that runs in one process share them."""
+    data = replace(config.data, sources=(Source(),), validation=())
+    return replace(config, name="any", data=data, train=replace(config.train, qat_from_step=None))
+
+
+@lru_cache(maxsize=8)
+def _jitted_step(config: Config):
+    return jax.jit(make_step(config, make_optimizer(config)), donate_argnums=0)
+
+
+@lru_cache(maxsize=8)
+def _jitted_eval_step(config: Config):
+    return jax.jit(make_eval_step(config))
+
+
+def training_step(config: Config):
+    """The jitted `step(state, batch)` of a config; it takes the state's memory for its own."""
+    return _jitted_step(_unnamed(config))
+
+
+def evaluation_step(config: Config):
+    """The jitted `eval_step(params, batch)` of a config."""
+    return _jitted_eval_step(_unnamed(config))

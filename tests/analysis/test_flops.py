@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kimi_jax.analysis import flops
-from kimi_jax.analysis import sizes as inspection
+from kimi_jax.analysis import flops, sizes
 from kimi_jax.config import KDAConfig, RoPEConfig, load_config
 from kimi_jax.model.cache import init_cache
 from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import Muon, arrays, declarations, with_arrays
+from kimi_jax.model.param import arrays, declarations, with_arrays
+from kimi_jax.model.rules import Muon
 from kimi_jax.ops import attention
 from kimi_jax.optim.muon import newton_schulz
 from kimi_jax.parallel.context import query_runs
@@ -205,10 +205,10 @@ def test_two_a_token_for_every_active_weight(model):
     linear -= parts["attention residuals"].model if "attention residuals" in parts else 0
     vectors = sum(
         part.count
-        for part in inspection.components(model)
+        for part in sizes.components(model)
         if "norm" in part.name or part.name.rsplit(".", 1)[-1] in ("A_log", "dt_bias", "router_bias", "query", "weight")
     )
-    assert linear == 2 * (inspection.counts(model).active - vectors)
+    assert linear == 2 * (sizes.counts(model).active - vectors)
 
 
 def test_k3_sizes():

@@ -178,10 +178,10 @@ def test_the_stream_goes_on_in_a_new_process(corpus, tmp_path):
         import json, itertools
         from kimi_jax.config import DataConfig, Source, TokenizerConfig
         from kimi_jax.data import pipeline
-        from kimi_jax.text import tokenizer
+        from kimi_jax.text.load import load_tokenizer
         from tests.data.conftest import model_config
         from tests.data.test_pipeline import digest
-        data = pipeline.load({config!r}, model_config(300), tokenizer.load({str(tmp_path / "tokenizer")!r}))
+        data = pipeline.load({config!r}, model_config(300), load_tokenizer({str(tmp_path / "tokenizer")!r}))
         iterator = data.train_iterator(seed=5)
         iterator.set_state(json.loads({state!r}))
         print(digest(itertools.islice(iterator, 30)), data.fingerprint)"""

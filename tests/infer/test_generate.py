@@ -12,7 +12,7 @@ from kimi_jax.infer.generate import _sample, decode, generate, stream
 from kimi_jax.model.cache import init_cache
 from kimi_jax.model.kimi import init
 from kimi_jax.model.param import arrays, with_arrays
-from kimi_jax.ops.quant.mx import QTensor
+from kimi_jax.ops.quant.qtensor import QTensor
 from tests import tiny
 
 COMPILE_QUICKLY = True

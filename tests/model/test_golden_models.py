@@ -9,7 +9,7 @@ import pytest
 
 from kimi_jax.model.cache import init_cache
 from kimi_jax.model.kimi import INTERMEDIATES, Kimi
-from kimi_jax.store import read as hf
+from kimi_jax.store.read import load_release
 from tests.conftest import rel_to_rms
 
 COMPILE_QUICKLY = True
@@ -34,7 +34,7 @@ def extend(model: Kimi, cache, tokens, segment_ids):
 def loaded(request):
     name, dtype = request.param
     with jax.enable_x64(dtype == "float64"):
-        model, config = hf.load(GOLDEN / name, dtype=dtype)
+        model, config = load_release(GOLDEN / name, dtype=dtype)
         yield name, model, config, 1e-6 if dtype == "float64" else TOLERANCE[name]
 
 

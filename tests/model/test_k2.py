@@ -13,7 +13,7 @@ from kimi_jax.config import Config, DataConfig, OptimConfig, RoPEConfig, TrainCo
 from kimi_jax.model.cache import init_cache
 from kimi_jax.model.kimi import Kimi, bias_layers, clip_rows
 from kimi_jax.model.param import with_arrays
-from kimi_jax.store import read as hf
+from kimi_jax.store.read import load_release
 from kimi_jax.train.step import init_state, make_optimizer, make_step
 from tests import tiny
 from tests.conftest import rel_to_rms
@@ -45,7 +45,7 @@ def run(model: Kimi, tokens, segment_ids=None, positions=None, cache=None):
 @pytest.fixture(scope="module", params=TOLERANCE)
 def loaded(request):
     with jax.enable_x64(request.param == "float64"):
-        model, config = hf.load(GOLDEN, dtype=request.param)
+        model, config = load_release(GOLDEN, dtype=request.param)
         yield model, config, TOLERANCE[request.param]
 
 

@@ -13,7 +13,7 @@ from kimi_jax.model.kda import KDA
 from kimi_jax.model.mla import MLA
 from kimi_jax.model.moe import MoE
 from kimi_jax.model.param import arrays, with_arrays
-from kimi_jax.store import names as hf_names
+from kimi_jax.store import names as released_names
 from tests.conftest import rel_to_max, rel_to_rms
 
 COMPILE_QUICKLY = True
@@ -81,7 +81,7 @@ def released(table, prefix, name_prefix, config, values):
                 shapes = [values[p].shape if e is None else values[p].shape[1:] for p in paths]
                 if kind == "A_log":  # the fixture holds the live entries alone
                     kind = "same"
-                yield name.removeprefix(name_prefix).format(e=e), paths, e, hf_names._CODECS[kind](config, shapes)
+                yield name.removeprefix(name_prefix).format(e=e), paths, e, released_names._CODECS[kind](config, shapes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,9 +98,9 @@ def check_layer(fixture, case, dtype):
     config = layer_config(fixture, given, dtype)
     kind = {"kda_layer_op": KDA, "mla_op": MLA, "moe_op": MoE}[fixture]
     table, name_prefix = {
-        KDA: (hf_names._KDA, "self_attn."),
-        MLA: (hf_names._MLA, "self_attn."),
-        MoE: (hf_names._MOE, "block_sparse_moe."),
+        KDA: (released_names._KDA, "self_attn."),
+        MLA: (released_names._MLA, "self_attn."),
+        MoE: (released_names._MOE, "block_sparse_moe."),
     }[kind]
     prefix = "mlp." if kind is MoE else "attention."
     template = kind(config, ())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.ops.experts import choose_backend, expert_mlp
-from kimi_jax.ops.quant.mx import QTensor
+from kimi_jax.ops.quant.qtensor import QTensor
 from kimi_jax.ops.situ import situ_glu, swiglu
 from tests import oracles
 from tests.conftest import rel_to_max, rel_to_rms

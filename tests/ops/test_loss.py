@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.ops.loss import cross_entropy
-from kimi_jax.parallel.dense import linear_cross_entropy
+from kimi_jax.parallel.vocab import linear_cross_entropy
 from tests import oracles
 from tests.conftest import rel_to_max
 

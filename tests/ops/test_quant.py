@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax.ops.quant import mx
+from kimi_jax.ops.quant import blocks, mx
+from kimi_jax.ops.quant.qtensor import QTensor
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quant_unit"
 KINDS = json.loads((GOLDEN / "meta.json").read_text())["kind"]
@@ -117,10 +118,10 @@ def test_golden_decode(dtype):
 @pytest.mark.parametrize("case", "ab")
 def test_golden_fp8_block(case):
     data = np.load(GOLDEN / "fp8_block.npz")
-    q, scale = jax.jit(mx.fp8_block_encode)(data[f"{case}.w"])
+    q, scale = jax.jit(blocks.fp8_block_encode)(data[f"{case}.w"])
     np.testing.assert_array_equal(as_bytes(q), data[f"{case}.weight_fp8_bytes"])
     np.testing.assert_array_equal(scale, data[f"{case}.weight_scale_inv"])
-    np.testing.assert_array_equal(jax.jit(mx.fp8_block_decode)(q, scale), data[f"{case}.dequant"])
+    np.testing.assert_array_equal(jax.jit(blocks.fp8_block_decode)(q, scale), data[f"{case}.dequant"])
 
 
 def test_golden_e4m3():
@@ -140,10 +141,10 @@ def test_golden_e4m3():
 
 def test_golden_int4():
     data = np.load(GOLDEN / "int4_pack.npz")
-    packed, scale = jax.jit(mx.int4_encode)(data["w"])
+    packed, scale = jax.jit(blocks.int4_encode)(data["w"])
     np.testing.assert_array_equal(packed, data["weight_packed"])
     np.testing.assert_array_equal(scale.astype(jnp.float32), data["weight_scale_bf16_as_f32"])
-    np.testing.assert_array_equal(jax.jit(mx.int4_decode)(packed, scale), data["dequant"])
+    np.testing.assert_array_equal(jax.jit(blocks.int4_decode)(packed, scale), data["dequant"])
 
 
 @pytest.mark.parametrize("k", [-126, -100, -1, 0, 1, 60, 125])
@@ -219,8 +220,8 @@ def test_largest():
     [
         (mx.mxfp4_encode, mx.mxfp4_decode),
         (mx.mxfp8_encode, mx.mxfp8_decode),
-        (mx.fp8_block_encode, mx.fp8_block_decode),
-        (mx.int4_encode, mx.int4_decode),
+        (blocks.fp8_block_encode, blocks.fp8_block_decode),
+        (blocks.int4_encode, blocks.int4_decode),
     ],
 )
 def test_what_is_not_finite(encode, decode, bad):
@@ -230,7 +231,7 @@ def test_what_is_not_finite(encode, decode, bad):
         encode(x)
     for packed, scale in (jax.jit(encode)(x), encode(x, nonfinite="nan")):
         out = np.asarray(decode(packed, scale, jnp.float32))
-        if encode is mx.fp8_block_encode:
+        if encode is blocks.fp8_block_encode:
             assert np.isnan(out[:, :128]).all()
             clean = out[:128, 128:]
         else:
@@ -252,7 +253,7 @@ def test_refused():
     with pytest.raises(ValueError, match=r"scales \[2, 2\] do not fit elements \[2, 16\]"):
         mx.mxfp4_decode(np.zeros((2, 16), np.uint8), np.zeros((2, 2), np.uint8))
     with pytest.raises(ValueError, match=r"scales \[1, 1\] do not fit a weight \[130, 7\]"):
-        mx.fp8_block_decode(np.zeros((130, 7), jnp.float8_e4m3fn), np.zeros((1, 1), np.float32))
+        blocks.fp8_block_decode(np.zeros((130, 7), jnp.float8_e4m3fn), np.zeros((1, 1), np.float32))
 
 
 released = st.tuples(
@@ -287,7 +288,10 @@ def test_jit_vmap_and_eager_agree(dtype):
         back = decode(*eager, x.dtype)
         assert back.dtype == x.dtype and back.shape == x.shape
         np.testing.assert_array_equal(back, jax.jit(decode, static_argnums=2)(*eager, x.dtype))
-    for encode, decode in ((mx.fp8_block_encode, mx.fp8_block_decode), (mx.int4_encode, mx.int4_decode)):
+    for encode, decode in (
+        (blocks.fp8_block_encode, blocks.fp8_block_decode),
+        (blocks.int4_encode, blocks.int4_decode),
+    ):
         eager, jitted = encode(x), jax.jit(encode)(x)
         assert all((as_bytes(a) == as_bytes(b)).all() for a, b in zip(eager, jitted, strict=True))
         np.testing.assert_allclose(decode(*eager), x.astype(jnp.float32), atol=12 / 14 + 0.1)
@@ -322,8 +326,8 @@ def test_eight_devices_as_one(partition):
     for size, encode, decode in (
         (256, mx.mxfp4_encode, mx.mxfp4_decode),
         (256, mx.mxfp8_encode, mx.mxfp8_decode),
-        (256, mx.int4_encode, mx.int4_decode),
-        (1024, mx.fp8_block_encode, mx.fp8_block_decode),
+        (256, blocks.int4_encode, blocks.int4_decode),
+        (1024, blocks.fp8_block_encode, blocks.fp8_block_decode),
     ):
         w = rng.standard_normal((size, size)).astype(np.float32)
         packed, scale = encode(w)
@@ -377,7 +381,7 @@ def test_round_again_changes_nothing():
 @pytest.mark.parametrize("kind, bits", [("mxfp4", 4.25), ("int4", 4.5), ("fp8_block", 8 + 32 / 128**2)])
 def test_qtensor(kind, bits):
     w = jnp.asarray(np.random.default_rng(6).standard_normal((3, 256, 128)), jnp.float32)
-    q = mx.QTensor.encode(w, kind)
+    q = QTensor.encode(w, kind)
     assert q.shape == w.shape and q.ndim == 3 and q.size == w.size and q.nbytes * 8 == bits * w.size
     assert q.packed.shape[:2] == (3, 128)  # as released: [out, in]
     decoded = jax.jit(lambda q: q.decode(jnp.float32))(q)

@@ -10,7 +10,9 @@ import optax
 import pytest
 
 from kimi_jax.config import OptimConfig
-from kimi_jax.model.param import AdamW, Balanced, Declaration, Muon, QKClip, zeros
+from kimi_jax.model.init import zeros
+from kimi_jax.model.param import Declaration
+from kimi_jax.model.rules import AdamW, Balanced, Muon, QKClip
 from kimi_jax.optim.build import build, rule_label, table, update_rms
 from kimi_jax.optim.muon import scale_by_muon
 from kimi_jax.optim.schedule import cosine_with_warmup

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax.model.param import Muon
+from kimi_jax.model.rules import Muon
 from kimi_jax.optim.muon import COEFFICIENTS, block_shape, newton_schulz, scale_by_muon
 from tests.conftest import rel_to_rms
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from kimi_jax.model.param import QKClip
+from kimi_jax.model.rules import QKClip
 from kimi_jax.optim.qk_clip import clip_factor, qk_clip
 
 apply_updates: Any = optax.apply_updates

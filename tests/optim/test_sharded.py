@@ -12,7 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kimi_jax.config import OptimConfig
-from kimi_jax.model.param import AdamW, Balanced, Declaration, Muon, QKClip, zeros
+from kimi_jax.model.init import zeros
+from kimi_jax.model.param import Declaration
+from kimi_jax.model.rules import AdamW, Balanced, Muon, QKClip
 from kimi_jax.optim.build import build, update_rms
 from kimi_jax.optim.muon import scale_by_muon
 from tests.conftest import rel_to_rms

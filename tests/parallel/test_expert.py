@@ -13,9 +13,11 @@ from jax.sharding import PartitionSpec as P
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kimi_jax.ops.experts import expert_mlp
-from kimi_jax.ops.quant.mx import QTensor
+from kimi_jax.ops.quant.qtensor import QTensor
 from kimi_jax.ops.situ import swiglu
-from kimi_jax.parallel import expert
+from kimi_jax.parallel.expert import expert_parallel_mlp
+from kimi_jax.parallel.expert_move import move
+from kimi_jax.parallel.expert_plan import plan, routes
 from tests.conftest import rel_to_max, rel_to_rms
 
 COMPILE_QUICKLY = True
@@ -44,7 +46,7 @@ def count(indices: np.ndarray, r: int, e: int) -> np.ndarray:
     return np.stack([np.bincount(part.reshape(-1), minlength=e) for part in np.split(indices, r)]).astype(np.int32)
 
 
-jit_plan = jax.jit(expert.plan, static_argnums=1)
+jit_plan = jax.jit(plan, static_argnums=1)
 
 # The plan
 
@@ -79,7 +81,7 @@ def test_plan_without_balance_leaves_rows_at_home():
         plan.alloc, np.where(np.arange(12)[:, None] // 3 == np.arange(4), counts.sum(0)[:, None], 0)
     )
     with pytest.raises(ValueError, match="unknown"):
-        expert.plan(jnp.asarray(counts), "half")  # pyright: ignore
+        plan(jnp.asarray(counts), "half")  # pyright: ignore
 
 
 def test_ties_are_broken_by_number():
@@ -178,7 +180,7 @@ class Case:
 
         def local(x, weights, *rest):
             *matrices, indices = rest
-            y = expert.expert_parallel_mlp(
+            y = expert_parallel_mlp(
                 x, indices, weights, *matrices, swiglu, axis="expert", gather_axes=(width,) if width else (), **options
             )
             return jax.lax.psum(y, tensor) if tensor else y
@@ -282,7 +284,7 @@ def test_packed_experts_are_lent_packed_and_tokens_still_learn(transport):
     indices = jnp.asarray(choices("zipf", 4 * S, K, e, M))
 
     def local(x, weights, indices, *matrices):
-        return expert.expert_parallel_mlp(
+        return expert_parallel_mlp(
             x, indices, weights, *matrices, swiglu, axis="expert", transport=transport, backend="blocks"
         )
 
@@ -349,12 +351,12 @@ def test_rows_go_where_the_plan_says_and_come_back():
     mesh, r, e = devices({"expert": 4}), 4, 4 * M
 
     def there_and_back(indices):
-        way = expert.routes(indices, e, "expert", "exact", 8, S * K)
+        way = routes(indices, e, "expert", "exact", 8, S * K)
         tags = jnp.stack([jax.lax.axis_index("expert") * S * K + way.source.pair, indices.reshape(-1)[way.source.pair]])
         options = dict(axis="expert", transport="gather", window=10)
-        rows = expert.move(tags.T, way.rows, S * K, **options)
+        rows = move(tags.T, way.rows, S * K, **options)
         laid = rows.at[way.slots.pair].get(mode="fill", fill_value=-1)
-        back = expert.move(laid[way.slots.row[:, 0]], way.rows.back, S * K, **options)
+        back = move(laid[way.slots.row[:, 0]], way.rows.back, S * K, **options)
         return (
             rows,
             laid.reshape(1, -1, 8, 2),
@@ -389,7 +391,7 @@ def test_the_backward_pass_keeps_its_inputs_and_integers(balanced):
 
     def local(x, weights, *rest):
         *matrices, indices = rest
-        return expert.expert_parallel_mlp(x, indices, weights, *matrices, swiglu, axis="expert", transport="a2a")
+        return expert_parallel_mlp(x, indices, weights, *matrices, swiglu, axis="expert", transport="a2a")
 
     run = jax.shard_map(local, in_specs=(P("expert"),) * 6, out_specs=P("expert"))
 
@@ -420,7 +422,7 @@ def test_without_an_axis_it_is_the_op_and_sums_gradients_in_float32():
     weights = jnp.asarray(rng.random((n, 2)), jnp.float32)
     matrices = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((e, Z, F), (e, Z, F), (e, F, Z))]
     indices = choices("uniform", n, 2, e, e)
-    layer = partial(expert.expert_parallel_mlp, activation=swiglu, axis=None, backend="blocks")
+    layer = partial(expert_parallel_mlp, activation=swiglu, axis=None, backend="blocks")
 
     @jax.jit
     def run(layer_args, indices, d_y):
@@ -460,9 +462,7 @@ def test_weights_travel_in_bfloat16_and_their_gradients_in_float32():
     specs = (tokens, tokens, tokens, *width)
     shapes = (8 * S, Z), (8 * S, K), (8 * S, K), (2 * M, Z, F), (2 * M, Z, F), (2 * M, F, Z)
     dtypes = jnp.bfloat16, jnp.int32, *[jnp.float32] * 4
-    layer = partial(
-        expert.expert_parallel_mlp, activation=swiglu, axis="expert", gather_axes=("fsdp",), transport="a2a"
-    )
+    layer = partial(expert_parallel_mlp, activation=swiglu, axis="expert", gather_axes=("fsdp",), transport="a2a")
 
     def gradients(d_y, x, indices, weights, *matrices):
         run = jax.shard_map(layer, in_specs=specs, out_specs=tokens)
@@ -507,7 +507,7 @@ def test_ragged_transport_compiles_for_tpu(monkeypatch):
         for shape, dtype, spec in zip(shapes, dtypes, specs, strict=True)
     ]
     layer = partial(
-        expert.expert_parallel_mlp,
+        expert_parallel_mlp,
         activation=swiglu,
         axis="expert",
         gather_axes=("fsdp",),

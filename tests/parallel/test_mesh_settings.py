@@ -11,9 +11,10 @@ from kimi_jax import cli
 from kimi_jax.config import Mesh, Rules
 from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import arrays, partitions, place, with_arrays
-from kimi_jax.parallel import mesh as sharding
-from kimi_jax.train import loop as train
-from kimi_jax.train.loop import batch_sharding
+from kimi_jax.parallel.batch import batch_sharding
+from kimi_jax.parallel.mesh import abstract_mesh, current_mesh
+from kimi_jax.parallel.spec import spec_for, spec_of
+from kimi_jax.train.loop import run_training
 from tests import tiny
 from tests.parity import K3, MESHES, case_config, check
 
@@ -46,14 +47,14 @@ def test_accumulation_remat_and_double_precision(case):
 def test_block_boundaries_and_gradients_are_cut_by_the_rules(mesh):
     config = case_config("scanned", MESHES[mesh])
     names = ("h", "attn_in", "attn_out", "mlp_in", "mlp_out", "router_scores", "topk_idx", "topk_weight")
-    with jax.sharding.use_abstract_mesh(sharding.abstract_mesh(config.mesh)):
-        sizes = dict(sharding.current_mesh().shape)
+    with jax.sharding.use_abstract_mesh(abstract_mesh(config.mesh)):
+        sizes = dict(current_mesh().shape)
         template = Kimi(config.model)
         params = arrays(place(template, config.rules))
         shape = (config.data.batch_size, config.data.sequence_length)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(config))
-        rows, time, _ = sharding.spec(config.rules, ("batch", "time", "width"), sizes)
-        vocab = sharding.spec(config.rules, ("vocab",), sizes)[0]
+        rows, time, _ = spec_for(config.rules, ("batch", "time", "width"), sizes)
+        vocab = spec_for(config.rules, ("vocab",), sizes)[0]
 
         def forward(params, tokens):
             return with_arrays(template, params).forward(tokens, collect=names)
@@ -62,11 +63,11 @@ def test_block_boundaries_and_gradients_are_cut_by_the_rules(mesh):
             return forward(params, tokens)[0].sum()
 
         logits, aux = jax.eval_shape(forward, params, tokens)
-        assert sharding.spec_of(logits) == P(rows, time, vocab)
-        assert {name: sharding.spec_of(aux[name]) for name in names} == dict.fromkeys(names, P(None, rows, time, None))
+        assert spec_of(logits) == P(rows, time, vocab)
+        assert {name: spec_of(aux[name]) for name in names} == dict.fromkeys(names, P(None, rows, time, None))
         grads = jax.eval_shape(jax.grad(loss), params, tokens)
         expected = partitions(template, config.rules, sizes)
-        assert {name: sharding.spec_of(grad) for name, grad in grads.items()} == expected
+        assert {name: spec_of(grad) for name, grad in grads.items()} == expected
 
 
 def test_weights_cut_over_spans_and_a_checkpoint_used_on_other_meshes(tmp_path, capsys):
@@ -75,7 +76,7 @@ def test_weights_cut_over_spans_and_a_checkpoint_used_on_other_meshes(tmp_path, 
     run_config = tiny.config(tmp_path, steps=2, sample_tokens=3)
     model = replace(K3, vocab_size=260, kda=replace(K3.kda, num_heads=2), mla=replace(K3.mla, num_heads=2))
     rules = Rules(embed=("fsdp", "seq"), experts=("seq",), expert_latent=("fsdp",))
-    train.run(replace(run_config, model=model, mesh=Mesh(fsdp=2, seq=4), rules=rules))
+    run_training(replace(run_config, model=model, mesh=Mesh(fsdp=2, seq=4), rules=rules))
     capsys.readouterr()
     folder = str(tmp_path / "runs" / "run")
     answers = []

@@ -17,175 +17,28 @@ import pytest
 
 from kimi_jax.config import ConfigError, Mesh
 from kimi_jax.model.kimi import init
-from kimi_jax.parallel import mesh as sharding
-from kimi_jax.parallel import processes as distributed
-from kimi_jax.store import read as hf
-from kimi_jax.store import safetensors_files as shards
+from kimi_jax.parallel import processes
+from kimi_jax.parallel.mesh import make_mesh, on_mesh
+from kimi_jax.parallel.processes import initialize, largest
+from kimi_jax.store import safetensors_files
 from kimi_jax.store.convert import convert
-from kimi_jax.train import loop as train
+from kimi_jax.store.write import save_release
 from kimi_jax.train import metrics
+from kimi_jax.train.folder import folder_size
+from kimi_jax.train.loop import run_training
+from kimi_jax.train.signals import Interrupted, Stop
 from tests import tiny
 from tests.conftest import quick_environment
+from tests.programs.command import HEARTBEAT
 
 COMPILE_QUICKLY = True
 
 ROOT = Path(__file__).resolve().parents[2]
 
-HEARTBEAT = 10
 """Seconds of silence after which a process counts as dead; JAX's default is 100."""
 
-ONE_PROGRAM = """
-import jax
-import jax._src.cache_key as keys
-# A CPU's topology names the process, so that two processes would each compile every program, at each start.
-if hasattr(keys, "_hash_accelerator_config"):
-    keys._hash_accelerator_config = keys._hash_devices
-    jax.config.update("jax_share_binary_between_hosts", True)
-    jax.config.update("jax_share_binary_between_hosts_timeout_ms", 300_000)
-"""
-"""Makes the processes share what one of them has compiled."""
 
-PROCESS = f"""{ONE_PROGRAM}
-import os
-from kimi_jax import cli
-from kimi_jax.parallel import processes as distributed
-from kimi_jax.train import metrics
-if "SIGNAL" in os.environ:  # one that comes at a record, not when another process gets round to sending it
-    number, record = map(int, os.environ["SIGNAL"].split())
-    def write_and_signal(self, step, kind, write=metrics.Metrics.write, **values):
-        write(self, step, kind, **values)
-        if step == record:
-            os.kill(os.getpid(), number)
-    metrics.Metrics.write = write_and_signal
-distributed.initialize(heartbeat_timeout_seconds={HEARTBEAT})
-cli.main()
-"""
-"""Of `kimi-jax`; with SIGNAL="15 4" it sends itself signal 15 when it has written step 4."""
-
-ATTEMPTS = """
-import sys, time
-from kimi_jax import load_config
-from kimi_jax.parallel import processes as distributed
-from kimi_jax.train import loop as train
-from kimi_jax.config import ConfigError
-distributed.initialize()
-import jax
-for file in sys.argv[2:]:
-    try:
-        train.run(load_config(file))
-    except ConfigError as error:
-        print("refused:", error, flush=True)
-with distributed.end_alone():
-    if jax.process_index() == 0:
-        raise OSError("the disk is full")
-    time.sleep(300)
-"""
-"""Tries each config, and then one process fails alone, as in the loop."""
-
-READ = f"""{ONE_PROGRAM}
-import json, math, sys
-import numpy as np
-from kimi_jax import load_config
-from kimi_jax.store import checkpoint
-from kimi_jax.parallel import processes as distributed
-from kimi_jax.store import read as hf
-from kimi_jax.store import names as hf_names
-from kimi_jax.store import open as pretrained
-from kimi_jax.parallel import mesh as sharding
-from kimi_jax.store import safetensors_files as shards
-from kimi_jax.train import loop as train
-from kimi_jax.config import Mesh
-from kimi_jax.model.param import arrays
-from kimi_jax.ops.quant.mx import GROUP, QTensor
-distributed.initialize(heartbeat_timeout_seconds={HEARTBEAT})
-
-kept = []  # what was mapped or decoded: (address, bytes, name), alive so that no address comes twice
-touched = {{}}  # name of a mapped tensor -> which of its bytes were read
-total = 0  # bytes read, those read again too
-
-def address(a):
-    return a.__array_interface__["data"][0]
-
-def keep(a, name):
-    kept.append((address(a), a.nbytes, name, a))
-    return a
-
-def read_from_disk(a):
-    global total
-    base, _, name, _ = next(item for item in kept if item[0] <= address(a) < item[0] + item[1])  # nothing was copied
-    if name:
-        item = touched[name][address(a) - base :].view()
-        np.lib.stride_tricks.as_strided(item, (*a.shape, a.itemsize), (*a.strides, 1))[...] = True
-        total += a.nbytes
-
-def read(self, name, plain=shards.Directory.read):
-    a = keep(plain(self, name), name)
-    touched.setdefault(name, np.zeros(a.nbytes, bool))
-    return a
-
-def copy(out, value, plain=hf._copy):
-    read_from_disk(value)
-    plain(out, value)
-    keep(out if out.base is None else out.base, None)
-
-def unpack(packed, scale, kind, dtype, plain=hf.unpack):
-    read_from_disk(packed), read_from_disk(scale)
-    return keep(plain(packed, scale, kind, dtype), None)
-
-shards.Directory.read, hf._copy, hf.unpack = read, copy, unpack  # all data of tensors passes through these
-
-def held(array):
-    boxes = array.sharding.addressable_devices_indices_map(array.shape).values()
-    return sorted({{tuple(s.indices(n)[:2] for s, n in zip(box, array.shape)) for box in boxes}})
-
-def share(path, values):
-    '''Bytes, in a file, of what this process's devices hold, and the same with what two devices hold in part.'''
-    release = hf.Release(path)
-    entries = release.directory.entries
-    width = {{param: shards.DTYPES[entries[t.name].dtype].itemsize
-             for t in hf_names.tensors(release.config) if t.name in entries for param in t.params}}
-    once = again = 0
-    for name, array in checkpoint.flatten(values).items():
-        shape, boxes, size = array.shape, held(array), width.get(name, array.dtype.itemsize)
-        if name in release.kinds:  # decoded: whole groups of 32 inputs, 16 bytes and a scale
-            shape, size = (*shape[:-2], shape[-2] // GROUP, shape[-1]), GROUP // 2 + 1
-            boxes = [(*box[:-2], (box[-2][0] // GROUP, -(-box[-2][1] // GROUP)), box[-1]) for box in boxes]
-        mask = np.zeros(shape, bool)
-        for box in boxes:
-            mask[tuple(slice(*ends) for ends in box)] = True
-            again += math.prod(stop - start for start, stop in box) * size
-        once += int(mask.sum()) * size
-    return once, again
-
-def compare(values, whole):
-    values, whole = checkpoint.flatten(values), checkpoint.flatten(whole)
-    assert values.keys() == whole.keys()
-    for name, array in values.items():
-        assert array.dtype == whole[name].dtype and len(array.addressable_shards) == 4, name
-        for shard in array.addressable_shards:
-            assert np.asarray(shard.data).tobytes() == np.asarray(whole[name])[shard.index].tobytes(), name
-
-config, cases = sys.argv[2], json.loads(sys.argv[3])
-wholes = {{}}
-with distributed.end_alone():
-    for path, packed, mesh, release in cases:
-        if (release, packed) not in wholes:
-            wholes[release, packed] = arrays(hf.load(release, dtype=None, packed=packed)[0])
-        kept.clear(), touched.clear()
-        total = 0
-        with sharding.on(sharding.make_mesh(Mesh(**mesh))):
-            values = arrays(pretrained.load(path, packed=packed)[0])
-        compare(values, wholes[release, packed])
-        if path == release:
-            found = sum(int(mask.sum()) for mask in touched.values())
-            print("READ", json.dumps([found, total, *share(path, values)]), flush=True)
-    train.run(load_config(config))
-"""
-"""Opens what each [path, packed, mesh, release] tells: the numbers must be those that one process finds in the release.
-Prints the bytes it read of safetensors and those that it had to; then trains."""
-
-
-def start(configs: tuple[str, str], cache: Path, logs: Path, script=PROCESS, **last: str) -> list[subprocess.Popen]:
+def start(configs: tuple[str, str], cache: Path, logs: Path, program="command", **last: str) -> list[subprocess.Popen]:
     """Two processes with four CPU devices each, joined by environment variables; `last` are the last one's own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -203,7 +56,7 @@ def start(configs: tuple[str, str], cache: Path, logs: Path, script=PROCESS, **l
     processes = []
     for index, (config, more) in enumerate(zip(configs, ({}, last), strict=True)):
         with (logs / f"{index}.txt").open("w") as log:
-            command = [sys.executable, "-c", script, "train", *config.split()]
+            command = [sys.executable, "-m", f"tests.programs.{program}", "train", *config.split()]
             own = environment | {"JAX_PROCESS_ID": str(index)} | more
             processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
     return processes
@@ -242,7 +95,7 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
         began = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(lambda: (processes[0].wait(timeout=120), time.monotonic() - began))
-            expected = train.run(one)  # meanwhile, what is to come out
+            expected = run_training(one)  # meanwhile, what is to come out
         status, seconds = ended.result()
         print(f"the other process ended {seconds:.1f} s after the kill, with {status}; heartbeat {HEARTBEAT} s")
         assert status not in (0, None)
@@ -273,7 +126,7 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
 def test_each_process_reads_what_its_devices_hold_and_trains_from_it(tmp_path):
     moe = replace(tiny.MODEL.moe, num_experts=8, hidden_size=32, latent_size=64)
     model = init(replace(tiny.MODEL, moe=moe), 0)
-    hf.save(tmp_path / "k3", model, model.config, packed=True, max_shard_bytes=20_000)
+    save_release(tmp_path / "k3", model, model.config, packed=True, max_shard_bytes=20_000)
     convert(tmp_path / "k3", tmp_path / "converted")
     linear = Path(__file__).parents[1] / "golden" / "kimi_linear_tiny"
     k3, converted = tmp_path / "k3", tmp_path / "converted"
@@ -292,9 +145,9 @@ def test_each_process_reads_what_its_devices_hold_and_trains_from_it(tmp_path):
     two = replace(one, name="two", mesh=Mesh(fsdp=4, expert=2))
     file.write_text(f"from kimi_jax.config import *\nconfig = {two!r}\n")
     what = json.dumps(cases, separators=(",", ":"), default=str)
-    processes = start((f"{file} {what}", f"{file} {what}"), tmp_path / "cache", tmp_path, READ)
+    processes = start((f"{file} {what}", f"{file} {what}"), tmp_path / "cache", tmp_path, "read_release")
     try:
-        train.run(one)
+        run_training(one)
         assert [process.wait(timeout=300) for process in processes] == [0, 0], [
             (tmp_path / f"{index}.txt").read_text() for index in range(2)
         ]
@@ -306,7 +159,7 @@ def test_each_process_reads_what_its_devices_hold_and_trains_from_it(tmp_path):
     found = [[json.loads(line[5:]) for line in log if line.startswith("READ ")] for log in logs]
     assert [len(rows) for rows in found] == [5, 5]
     for (path, packed, mesh, _), *both in zip(cases, *found, strict=False):
-        entries = shards.Directory(path).entries.values()
+        entries = safetensors_files.Directory(path).entries.values()
         print(path.name, packed, mesh, both, "of", sum(entry.num_bytes for entry in entries))
         for once, total, share, again in both:
             assert (once, total) == (share, again)
@@ -336,13 +189,13 @@ def test_what_one_process_refuses_ends_all_at_once(tmp_path):
                 process.wait()
         return statuses, [(tmp_path / f"{index}.txt").read_text() for index in range(2)]
 
-    statuses, (first, second) = end((files["good"], files["absent"]), PROCESS)
+    statuses, (first, second) = end((files["good"], files["absent"]), "command")
     assert statuses == [1, 1], first + second
     assert first.splitlines()[-1].endswith("process 1 refused to start; see its log")
     assert str(tmp_path / "absent") in second.splitlines()[-1] and "refused" not in second
 
     several = (f"{files['good']} {files['absent']}", f"{files['other']} {files['good']}")
-    statuses, (first, second) = end(several, ATTEMPTS)
+    statuses, (first, second) = end(several, "attempts")
     for output in (first, second):
         assert "refused: the config of process 1 is not that of process 0; start all" in output
     assert "refused: process 0 refused to start" in second
@@ -355,31 +208,31 @@ def test_size_of_a_folder_whose_files_vanish(tmp_path):
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "kept").write_bytes(b"four")
     (tmp_path / "inside" / "gone").symlink_to(tmp_path / "absent")  # listed, and absent when it is looked at
-    assert train._size(tmp_path) == 4
-    assert train._size(tmp_path / "absent") == 0
+    assert folder_size(tmp_path) == 4
+    assert folder_size(tmp_path / "absent") == 0
 
 
 def test_largest_is_not_waited_for_and_on_any_mesh():
-    with sharding.on(sharding.make_mesh(Mesh(data=2, fsdp=4))):
-        found = distributed.largest(15)
+    with on_mesh(make_mesh(Mesh(data=2, fsdp=4))):
+        found = largest(15)
         assert isinstance(found, jax.Array) and found.is_fully_replicated and int(found) == 15
-    assert int(distributed.largest(0)) == 0
+    assert int(largest(0)) == 0
 
 
 def test_processes_stop_by_what_they_were_asked_a_step_ago(monkeypatch):
     """With two processes' answers told: a question is read at the next one, or at once when it is the last."""
     answers = iter([0, 15, 15, 15])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(distributed, "largest", lambda value: next(answers))
-    stop = train._Stop()
+    monkeypatch.setattr(processes, "largest", lambda value: next(answers))
+    stop = Stop()
     assert [stop.agreed(), stop.agreed(), stop.agreed()] == [False, False, True]
-    with pytest.raises(train.Interrupted):
+    with pytest.raises(Interrupted):
         stop.check("stopped")
     answers = iter([0, 15])
-    stop = train._Stop()
+    stop = Stop()
     assert [stop.agreed(), stop.agreed(now=True)] == [False, True]
     monkeypatch.setattr(jax, "process_count", lambda: 1)
-    stop = train._Stop()
+    stop = Stop()
     assert not stop.agreed()
     stop(signal.SIGTERM, None)
     assert stop.agreed()
@@ -420,7 +273,7 @@ def joined(monkeypatch):
 def test_who_joins(joined, monkeypatch, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    distributed.initialize()
+    initialize()
     assert joined == expected
 
 
@@ -430,8 +283,8 @@ def test_libtpu_is_quiet_where_no_tpu_is():
     program = """if True:
         import os
         from kimi_jax import config
-        from kimi_jax.parallel import mesh as sharding
-        assert sharding.make_mesh(config.Mesh()) is None
+        from kimi_jax.parallel.mesh import make_mesh
+        assert make_mesh(config.Mesh()) is None
         print(os.environ.get("TPU_WORKER_HOSTNAMES"))"""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TPU_", "JAX_PLATFORMS"))}
     for given, expected in (({}, "localhost"), ({"TPU_WORKER_HOSTNAMES": "a"}, "a")):
@@ -454,22 +307,22 @@ def test_variables_that_cannot_be_right(joined, monkeypatch, environment, messag
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        distributed.initialize()
+        initialize()
     assert not joined
 
 
 def test_processes_that_jax_cannot_tell_apart_or_that_come_too_late(monkeypatch):
     jax.devices()
-    distributed.initialize()  # one process, in a notebook say
+    initialize()  # one process, in a notebook say
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="4 processes cannot join: this one has used its devices already"):
-        distributed.initialize()
+        initialize()
 
     def found_nothing(*_, **__):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", found_nothing)
     with pytest.raises(ConfigError, match=r"4 processes, but .* Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"):
-        distributed.initialize()
+        initialize()
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
-    distributed.initialize()
+    initialize()

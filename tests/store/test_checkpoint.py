@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from kimi_jax.config import ConfigError, Mesh
-from kimi_jax.parallel import mesh as sharding
+from kimi_jax.parallel.mesh import make_mesh, on_mesh
+from kimi_jax.parallel.spec import spec_of
 from kimi_jax.store import checkpoint
-from kimi_jax.train import loop as train
 from kimi_jax.train import metrics
+from kimi_jax.train.loop import run_training
+from kimi_jax.train.signals import Interrupted
 from kimi_jax.train.step import abstract_state, make_optimizer
 from tests import tiny
 
@@ -40,7 +42,7 @@ def saved(tmp_path_factory):
         values[name] = rng.integers(0, 2**31, like.shape).astype(np.int32).view(like.dtype).reshape(like.shape)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: values[name][index])
 
-    with sharding.on(sharding.make_mesh(EIGHT)):
+    with on_mesh(make_mesh(EIGHT)):
         shapes = abstract_state(config, make_optimizer(config))
         flat = {name: filled(name, like) for name, like in checkpoint.flatten(shapes).items()}
         assert any(len(x.sharding.device_set) == 8 and not x.is_fully_replicated for x in flat.values())
@@ -59,7 +61,7 @@ def saved(tmp_path_factory):
 )
 def test_what_eight_devices_saved_any_others_restore_bit_for_bit(saved, mesh):
     config, folder, values = saved
-    with sharding.on(sharding.make_mesh(mesh)), checkpoint.opened(folder) as checkpoints:
+    with on_mesh(make_mesh(mesh)), checkpoint.opened(folder) as checkpoints:
         shapes = abstract_state(config, make_optimizer(config))
         state = checkpoints.restore(shapes)
         assert checkpoints.metadata()["batches"] == 5
@@ -67,38 +69,20 @@ def test_what_eight_devices_saved_any_others_restore_bit_for_bit(saved, mesh):
         assert restored.keys() == values.keys()
         for name, array in restored.items():
             assert np.asarray(array).tobytes() == values[name].tobytes(), name
-            assert sharding.spec_of(array) == sharding.spec_of(wanted[name]), name
+            assert spec_of(array) == spec_of(wanted[name]), name
             if mesh.size > 1:
                 assert jax.typeof(array).sharding.mesh == jax.sharding.get_abstract_mesh(), name
                 assert len(array.sharding.device_set) == mesh.size
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import jax, jax.numpy as jnp
-from kimi_jax.store import checkpoint
-from kimi_jax.parallel import mesh as sharding
-from kimi_jax.config import Mesh
-mesh = sharding.make_mesh(Mesh(fsdp=8))
-folder = Path(sys.argv[1])
-with sharding.on(mesh):
-    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-    values = jax.device_put(jnp.arange(2**24, dtype=jnp.float32), cut)
-    checkpoints = checkpoint.Checkpoints(folder, write=True)
-    checkpoints.save(1, {"x": values}, {"step": 1})
-    checkpoints.wait()
-    checkpoints.save(2, {"x": -values}, {"step": 2})
-    while not any(".orbax-checkpoint-tmp" in child.name for child in folder.iterdir()):
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_killed_while_saving_from_a_mesh_the_one_before_is_the_latest(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tests.programs.killed_save", tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(list(tmp_path.iterdir())) == 2  # the first, and what was begun of the second
@@ -117,7 +101,7 @@ def test_killed_while_saving_from_a_mesh_the_one_before_is_the_latest(tmp_path):
 def test_a_run_goes_on_from_mesh_to_mesh_to_one_device_with_the_same_losses(tmp_path, monkeypatch, meshes):
     one = tiny.config(tmp_path, steps=9, name="one", eval_every=10**6, sample_tokens=0)
     one = rows(one, 8)
-    expected = train.run(one)
+    expected = run_training(one)
     write = metrics.Metrics.write
     for mesh, last in zip(meshes, (3, 6), strict=False):
 
@@ -127,11 +111,11 @@ def test_a_run_goes_on_from_mesh_to_mesh_to_one_device_with_the_same_losses(tmp_
                 os.kill(os.getpid(), signal.SIGINT)  # noticed at the end of the step that is under way
 
         monkeypatch.setattr(metrics.Metrics, "write", stopping)
-        with pytest.raises(train.Interrupted, match=f"saved at step {last}"):
-            train.run(replace(one, name="moved", mesh=mesh))
+        with pytest.raises(Interrupted, match=f"saved at step {last}"):
+            run_training(replace(one, name="moved", mesh=mesh))
         assert jax.sharding.get_abstract_mesh().empty
     monkeypatch.setattr(metrics.Metrics, "write", write)
-    final = train.run(replace(one, name="moved"))
+    final = run_training(replace(one, name="moved"))
 
     def records(name: str):
         return [row for row in metrics.read(tmp_path / "runs" / name / "metrics.jsonl") if row["kind"] == "train"]
@@ -162,5 +146,5 @@ def test_a_run_goes_on_from_mesh_to_mesh_to_one_device_with_the_same_losses(tmp_
 def test_meshes_that_cannot_work_are_refused_before_anything_is_written(tmp_path, mesh, batch, message):
     config = replace(rows(tiny.config(tmp_path), batch), mesh=mesh)
     with pytest.raises(ConfigError, match=message):
-        train.run(config)
+        run_training(config)
     assert not (tmp_path / "runs").exists()

@@ -19,19 +19,17 @@ from kimi_jax import cli
 from kimi_jax.config import ConfigError, Mesh, to_dict
 from kimi_jax.model.kimi import init
 from kimi_jax.model.param import arrays
-from kimi_jax.ops.quant import mx
-from kimi_jax.parallel import mesh as sharding
-from kimi_jax.store import checkpoint
-from kimi_jax.store import names as hf_names
-from kimi_jax.store import open as pretrained
-from kimi_jax.store import read as hf
-from kimi_jax.store import released_config as hf_config
-from kimi_jax.store import safetensors_files as shards
+from kimi_jax.ops.quant.qtensor import Kind, QTensor
+from kimi_jax.parallel.mesh import make_mesh, on_mesh
+from kimi_jax.store import checkpoint, released_config, safetensors_files, sliced, write
+from kimi_jax.store import names as released_names
 from kimi_jax.store.convert import convert
+from kimi_jax.store.open import initial_parameters, open_model, open_with_tokenizer
+from kimi_jax.store.read import Release, load_release
 from kimi_jax.store.safetensors_files import CheckpointError
+from kimi_jax.store.write import pack, save_release
 from kimi_jax.text.tokenizer import ByteTokenizer
-from kimi_jax.train import evaluate as runs
-from kimi_jax.train import loop as train
+from kimi_jax.train.loop import run_training
 from tests import tiny
 from tests.store.test_release import GOLDEN, mxfp4_directory, read, read_file
 
@@ -45,7 +43,7 @@ VISION = {
 
 
 def tensors_of(file: Path) -> dict[str, np.ndarray]:
-    dtypes = {name: (shards.DTYPES[dtype], shape) for name, (dtype, shape, _) in read_file(file).items()}
+    dtypes = {name: (safetensors_files.DTYPES[dtype], shape) for name, (dtype, shape, _) in read_file(file).items()}
     return {
         name: np.frombuffer(data, dtypes[name][0]).reshape(dtypes[name][1])
         for name, (*_, data) in read_file(file).items()
@@ -53,17 +51,19 @@ def tensors_of(file: Path) -> dict[str, np.ndarray]:
 
 
 def save_tensors(found: dict[str, np.ndarray], file: Path) -> None:
-    shard = shards.make_shard((name, shards.NAMES[value.dtype], value.shape) for name, value in found.items())
-    shards.write(file, shard, (found[name] for name in shard.entries))
+    shard = safetensors_files.make_shard(
+        (name, safetensors_files.NAMES[value.dtype], value.shape) for name, value in found.items()
+    )
+    safetensors_files.write(file, shard, (found[name] for name in shard.entries))
 
 
 def k3_mxfp4(folder: Path) -> Path:
     """K3 with packed experts, a vision tower, and files of other kinds."""
     mxfp4_directory(folder)
     save_tensors(VISION, folder / "model-00003-of-00003.safetensors")
-    index = json.loads((folder / shards.INDEX).read_text())
+    index = json.loads((folder / safetensors_files.INDEX).read_text())
     index["weight_map"] |= dict.fromkeys(VISION, "model-00003-of-00003.safetensors")
-    (folder / shards.INDEX).write_text(json.dumps(index))
+    (folder / safetensors_files.INDEX).write_text(json.dumps(index))
     (folder / "generation_config.json").write_text('{"max_length": 1048576}')
     (folder / "docs").mkdir()
     (folder / "docs" / "note.txt").write_text("as it was")
@@ -77,8 +77,8 @@ def kimi_linear(folder: Path) -> Path:
 
 def k2_fp8(folder: Path) -> Path:
     """K2 in block-FP8 with ragged edges, several files, and scales that no encoder of ours would choose."""
-    config = replace(hf_config.read_config(GOLDEN / "k2_tiny"), dense_hidden_size=160)
-    hf.save(folder, init(config, 3), config, packed=True, max_shard_bytes=100_000)
+    config = replace(released_config.read_config(GOLDEN / "k2_tiny"), dense_hidden_size=160)
+    save_release(folder, init(config, 3), config, packed=True, max_shard_bytes=100_000)
     rng = np.random.default_rng(0)
     for file in sorted(folder.glob("*.safetensors")):
         found = tensors_of(file)
@@ -88,10 +88,10 @@ def k2_fp8(folder: Path) -> Path:
         if file.name.startswith("model-00001"):
             found["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, ml_dtypes.bfloat16)
         save_tensors(found, file)
-    index = json.loads((folder / shards.INDEX).read_text())
+    index = json.loads((folder / safetensors_files.INDEX).read_text())
     first = min(index["weight_map"].values())
     index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = first
-    (folder / shards.INDEX).write_text(json.dumps(index))
+    (folder / safetensors_files.INDEX).write_text(json.dumps(index))
     return folder
 
 
@@ -99,7 +99,7 @@ def k25_int4(folder: Path) -> Path:
     """K2.5: K2's text model under a prefix, its experts in INT4, and a vision tower."""
     folder.mkdir()
     rng, found = np.random.default_rng(0), dict(VISION)
-    for name, value in tensors_of(GOLDEN / "k2_tiny" / shards.SINGLE).items():
+    for name, value in tensors_of(GOLDEN / "k2_tiny" / safetensors_files.SINGLE).items():
         name = "language_model." + name
         if ".experts." not in name:
             found[name] = value
@@ -108,12 +108,12 @@ def k25_int4(folder: Path) -> Path:
         found[name + "_packed"] = rng.integers(-(2**31), 2**31, (o, i // 8)).astype(np.int32)
         found[name + "_scale"] = rng.uniform(0.001, 0.01, (o, i // 32)).astype(ml_dtypes.bfloat16)
         found[name + "_shape"] = np.array([o, i], np.int64)
-    save_tensors(found, folder / shards.SINGLE)
-    text = json.loads((GOLDEN / "k2_tiny" / hf_config.CONFIG).read_text())
+    save_tensors(found, folder / safetensors_files.SINGLE)
+    text = json.loads((GOLDEN / "k2_tiny" / released_config.CONFIG).read_text())
     groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "symmetric": True, "type": "int"}}}
     text["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     text["quantization_config"]["config_groups"] = groups
-    (folder / hf_config.CONFIG).write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    (folder / released_config.CONFIG).write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
     return folder
 
 
@@ -140,10 +140,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("block", [shards.BLOCK, 1000])
+@pytest.mark.parametrize("block", [safetensors_files.BLOCK, 1000])
 def test_an_untouched_release_comes_back_byte_for_byte(name, block, releases, tmp_path, monkeypatch):
     source, converted = releases(name)
-    monkeypatch.setattr(shards, "BLOCK", block)
+    monkeypatch.setattr(safetensors_files, "BLOCK", block)
     convert(converted, tmp_path / "back", verify=True)
     assert files_of(tmp_path / "back") == files_of(source)
     assert not list(tmp_path.glob("*.partial")) and not list(converted.rglob("*.partial"))
@@ -153,12 +153,12 @@ def test_an_untouched_release_comes_back_byte_for_byte(name, block, releases, tm
 def test_the_checkpoint_is_an_ordinary_one(name, releases):
     """Opened by Orbax, whole and on a mesh, packed and decoded: the numbers of the release."""
     source, converted = releases(name)
-    expected = arrays(hf.load(source, dtype=None)[0])
-    packed = arrays(hf.load(source, dtype=None, packed=True)[0])
+    expected = arrays(load_release(source, dtype=None)[0])
+    packed = arrays(load_release(source, dtype=None, packed=True)[0])
     for mesh in (Mesh(), Mesh(expert=2)):
-        with sharding.on(sharding.make_mesh(mesh)):
+        with on_mesh(make_mesh(mesh)):
             for want, stay in ((expected, False), (packed, True)):
-                found = checkpoint.flatten(arrays(pretrained.load(converted, packed=stay)[0]))
+                found = checkpoint.flatten(arrays(open_model(converted, packed=stay)[0]))
                 want = checkpoint.flatten(want)
                 assert found.keys() == want.keys()
                 for key, value in found.items():
@@ -168,8 +168,8 @@ def test_the_checkpoint_is_an_ordinary_one(name, releases):
 
 def test_experts_stay_packed_in_the_checkpoint(releases):
     _, converted = releases("k3_mxfp4")
-    packed = arrays(pretrained.load(converted, packed=True)[0])
-    experts = [value for value in packed.values() if isinstance(value, mx.QTensor)]
+    packed = arrays(open_model(converted, packed=True)[0])
+    experts = [value for value in packed.values() if isinstance(value, QTensor)]
     assert len(experts) >= 3
     stored = sum(
         path.stat().st_size
@@ -180,7 +180,7 @@ def test_experts_stay_packed_in_the_checkpoint(releases):
 
 
 def test_a_slice_of_experts_opens_no_other(releases, monkeypatch):
-    release = hf.Release(releases("k3_mxfp4")[0])
+    release = Release(releases("k3_mxfp4")[0])
     opened, plain = [], release.directory.read
     monkeypatch.setattr(release.directory, "read", lambda name: (opened.append(name), plain(name))[1])
     param = next(name for name in release.kinds if name.endswith("w_gate"))
@@ -201,9 +201,9 @@ def a_run(folder: Path, model, config) -> Path:
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_was_trained_is_exported_in_the_format_of_its_release(name, releases, tmp_path, monkeypatch):
     """Parameters that moved are encoded anew; all that did not keeps its bytes."""
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(sliced, "CHUNK_BYTES", 4096)
     source, converted = releases(name)
-    model, config = hf.load(source)
+    model, config = load_release(source)
     values = arrays(model)
     moved = next(key for key in values if key.endswith("mlp.w_down") and values[key].ndim == 5)
     values[moved] = values[moved] * 1.3 + 1e-4
@@ -212,9 +212,10 @@ def test_what_was_trained_is_exported_in_the_format_of_its_release(name, release
     before, after = read(source), read(tmp_path / "out")
     assert before.keys() == after.keys()
     changed = {key for key in before if before[key] != after[key]}
-    kinds: dict[str, mx.Kind] = {"k3_mxfp4": "mxfp4", "k2_fp8": "fp8_block", "k25_int4": "int4"}
+    kinds: dict[str, Kind] = {"k3_mxfp4": "mxfp4", "k2_fp8": "fp8_block", "k25_int4": "int4"}
     where = {
-        tensor.name: tensor for tensor in hf_names.tensors(config, hf_names.ROOT if name.startswith("k25") else None)
+        tensor.name: tensor
+        for tensor in released_names.tensors(config, released_names.ROOT if name.startswith("k25") else None)
     }
     moved_tensors = [tensor for tensor in where.values() if moved in tensor.params]
     assert all(any(key.startswith(tensor.name) for key in changed) for tensor in moved_tensors)
@@ -225,11 +226,11 @@ def test_what_was_trained_is_exported_in_the_format_of_its_release(name, release
     if name == "kimi_linear":
         assert after[tensor.name][2] == w.astype(ml_dtypes.bfloat16).tobytes()
     else:
-        parts = hf.pack(w, kinds[name])
-        for s in hf_names.stored(tensor, kinds[name]):
+        parts = pack(w, kinds[name])
+        for s in released_names.stored(tensor, kinds[name]):
             if s.part in parts:
                 assert after[s.name][2] == parts[s.part].tobytes(), s.name
-    loaded, _ = hf.load(tmp_path / "out")
+    loaded, _ = load_release(tmp_path / "out")
     step = {"k3_mxfp4": 0.26, "k2_fp8": 0.07, "k25_int4": 0.1, "kimi_linear": 0.004}[name]
     scale = float(jnp.max(jnp.abs(values[moved])))
     np.testing.assert_allclose(arrays(loaded)[moved], values[moved], atol=step * scale)
@@ -238,45 +239,24 @@ def test_what_was_trained_is_exported_in_the_format_of_its_release(name, release
 
 @pytest.mark.parametrize("name", ["k3_tiny", "kimi_linear_tiny", "k2_tiny"])
 def test_a_run_is_exported_in_the_format_of_its_family(name, tmp_path):
-    model, config = hf.load(GOLDEN / name)
+    model, config = load_release(GOLDEN / name)
     run = a_run(tmp_path / "run", model, config)
     ByteTokenizer().save(run / "tokenizer")
     convert(run, tmp_path / "out", verify=True)
     lines = [f"{key} {dtype} {'x'.join(map(str, shape))}" for key, (dtype, shape, _) in read(tmp_path / "out").items()]
-    assert sorted(lines) == hf_names.manifest_lines(config)
+    assert sorted(lines) == released_names.manifest_lines(config)
     quantized = {dtype for dtype, *_ in read(tmp_path / "out").values()} - {"BF16", "F32"}
     assert quantized == {"k3_tiny": {"U8"}, "kimi_linear_tiny": set(), "k2_tiny": {"F8_E4M3"}}[name]
-    hf.save(tmp_path / "saved", model, config, packed=True)
+    save_release(tmp_path / "saved", model, config, packed=True)
     assert files_of(tmp_path / "saved") == files_of(tmp_path / "out")
     convert(run, tmp_path / "plain", packed=False)
     assert read(tmp_path / "plain") == read(GOLDEN / name)
-    assert hf.load(tmp_path / "out")[1] == config
-
-
-KILLED = """
-import os, signal, sys
-from kimi_jax.store import checkpoint
-from kimi_jax.store import safetensors_files as shards
-from kimi_jax.store.convert import convert
-checkpoint.CHUNK_BYTES = 2048
-left = int(sys.argv[3])
-def fatal(write):
-    def limited(*args):
-        global left
-        left -= 1
-        if left < 0:
-            open(str(args[0]) + ".partial", "wb").write(b"torn")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write(*args)
-    return limited
-checkpoint.write_chunk, shards.write = fatal(checkpoint.write_chunk), fatal(shards.write)
-convert(sys.argv[1], sys.argv[2])
-"""
+    assert load_release(tmp_path / "out")[1] == config
 
 
 def killed(source: Path, target: Path, after: int) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", KILLED, source, target, str(after)]
+    command = [sys.executable, "-m", "tests.programs.killed_conversion", source, target, str(after)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not target.exists() and target.with_name(target.name + ".partial").is_dir()
@@ -284,15 +264,15 @@ def killed(source: Path, target: Path, after: int) -> None:
 
 def test_killed_it_goes_on_where_it_stopped(releases, tmp_path, monkeypatch):
     """kill -9 amid an import, and amid an export: nothing has the name, and what was finished is not done again."""
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 2048)
+    monkeypatch.setattr(sliced, "CHUNK_BYTES", 2048)
     source, _ = releases("k3_mxfp4")
     killed(source, tmp_path / "converted", 40)
     done = {path: path.stat().st_mtime_ns for path in (tmp_path / "converted.partial").rglob("params.*/[0-9]*")}
     done = {path: stamp for path, stamp in done.items() if path.suffix != ".partial"}
     assert len(done) == 40
     written = []
-    plain = checkpoint.write_chunk
-    monkeypatch.setattr(checkpoint, "write_chunk", lambda file, values: (written.append(file), plain(file, values)))
+    plain = sliced.write_chunk
+    monkeypatch.setattr(sliced, "write_chunk", lambda file, values: (written.append(file), plain(file, values)))
     convert(source, tmp_path / "converted", verify=True)
     assert written and not {*written} & {*done}
     for path, stamp in done.items():
@@ -310,7 +290,7 @@ def test_killed_it_goes_on_where_it_stopped(releases, tmp_path, monkeypatch):
 def test_what_another_source_left_is_not_gone_on_with(releases, tmp_path, monkeypatch):
     source, _ = releases("k3_mxfp4")
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(shards, "write", lambda *args: 1 / 0)
+        patch.setattr(safetensors_files, "write", lambda *args: 1 / 0)
         convert(source, tmp_path / "out")
     assert list((tmp_path / "out.partial").rglob("params.*/0.*"))
     other, _ = releases("kimi_linear")
@@ -321,7 +301,7 @@ def test_what_another_source_left_is_not_gone_on_with(releases, tmp_path, monkey
 
 def test_verify_finds_a_byte_that_went_wrong(releases, tmp_path, monkeypatch):
     source, _ = releases("k3_mxfp4")
-    plain, hit = checkpoint.write_chunk, []
+    plain, hit = sliced.write_chunk, []
 
     def flipped(file, values):
         if file.parent.name.endswith("w_up.packed") and not hit:
@@ -330,7 +310,7 @@ def test_verify_finds_a_byte_that_went_wrong(releases, tmp_path, monkeypatch):
             values[0, 0, 3, 5, 1] ^= 1
         plain(file, values)
 
-    monkeypatch.setattr(checkpoint, "write_chunk", flipped)
+    monkeypatch.setattr(sliced, "write_chunk", flipped)
     with pytest.raises(CheckpointError, match=r"1 tensors of .* differ:\n .*experts\.3\.w3\.weight_packed$"):
         convert(source, tmp_path / "bad", verify=True)
     assert hit and not (tmp_path / "bad").exists()
@@ -346,16 +326,16 @@ def lose_shard(folder: Path) -> None:
 
 
 def rename_shard(folder: Path, name: str = "../elsewhere.safetensors") -> None:
-    index = json.loads((folder / shards.INDEX).read_text())
+    index = json.loads((folder / safetensors_files.INDEX).read_text())
     index["weight_map"][sorted(index["weight_map"])[0]] = name
-    (folder / shards.INDEX).write_text(json.dumps(index))
+    (folder / safetensors_files.INDEX).write_text(json.dumps(index))
 
 
 def change_config(change):
     def apply(folder: Path) -> None:
-        whole = json.loads((folder / hf_config.CONFIG).read_text())
+        whole = json.loads((folder / released_config.CONFIG).read_text())
         change(whole["text_config"])
-        (folder / hf_config.CONFIG).write_text(json.dumps(whole))
+        (folder / released_config.CONFIG).write_text(json.dumps(whole))
 
     return apply
 
@@ -366,9 +346,11 @@ def change_experts(change):
         found = tensors_of(file)
         change(found)
         save_tensors(found, file)
-        index = json.loads((folder / shards.INDEX).read_text())
+        index = json.loads((folder / safetensors_files.INDEX).read_text())
         kept = {name: f for name, f in index["weight_map"].items() if f != file.name}
-        (folder / shards.INDEX).write_text(json.dumps({"weight_map": kept | dict.fromkeys(found, file.name)}))
+        (folder / safetensors_files.INDEX).write_text(
+            json.dumps({"weight_map": kept | dict.fromkeys(found, file.name)})
+        )
 
     return apply
 
@@ -435,7 +417,7 @@ def test_targets_that_exist_and_disks_that_are_full_are_refused(releases, tmp_pa
     source, converted = releases("kimi_linear")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("")
-    monkeypatch.setattr(hf.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 800_000})())
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 800_000})())
     for path in (source, converted):
         with pytest.raises(CheckpointError, match="exists already"):
             convert(path, tmp_path / "taken")
@@ -452,7 +434,7 @@ def test_targets_that_exist_and_disks_that_are_full_are_refused(releases, tmp_pa
 
 def test_values_without_a_code_are_refused_by_name(releases, tmp_path):
     source, converted = releases("k3_mxfp4")
-    model, config = hf.load(source)
+    model, config = load_release(source)
     values = arrays(model)
     key = next(key for key in values if key.endswith("mlp.w_up") and values[key].ndim == 5)
     values[key] = values[key].at[0, 0, 3, 1, 1].set(jnp.nan)
@@ -466,10 +448,10 @@ def test_values_without_a_code_are_refused_by_name(releases, tmp_path):
 def usable(tmp_path_factory):
     """A converted model whose tokenizer is bytes."""
     folder = tmp_path_factory.mktemp("usable")
-    hf.save(folder / "release", init(tiny.MODEL, 0), tiny.MODEL)
+    save_release(folder / "release", init(tiny.MODEL, 0), tiny.MODEL)
     convert(folder / "release", folder / "converted")
     with pytest.raises(ConfigError, match="has no tokenizer; put the release's tiktoken"):
-        runs.load(folder / "converted")
+        open_with_tokenizer(folder / "converted")
     ByteTokenizer().save(folder / "converted" / "tokenizer")
     return folder
 
@@ -484,18 +466,18 @@ def test_converted_and_released_models_generate_and_evaluate(usable, tmp_path, c
 
 def test_parameters_to_begin_with_are_in_the_runs_own_dtype(usable, tmp_path):
     config = tiny.config(tmp_path)
-    for name, value in pretrained.parameters(usable / "converted", config).items():
+    for name, value in initial_parameters(usable / "converted", config).items():
         assert value.dtype == jnp.float32
-        np.testing.assert_array_equal(value, pretrained.parameters(usable / "release", config)[name])
+        np.testing.assert_array_equal(value, initial_parameters(usable / "release", config)[name])
 
 
 @pytest.mark.slow
 def test_a_run_begins_with_the_parameters_it_is_given(usable, tmp_path):
     config = tiny.with_train(tiny.config(tmp_path, steps=1, sample_tokens=0), init_from=str(usable / "release"))
     config = replace(config, optim=replace(config.optim, learning_rate=1e-9, weight_decay=0.0, qk_clip=1e9))
-    train.run(config)
-    model, *_ = runs.load(tmp_path / "runs" / "run")
-    expected = arrays(hf.load(usable / "release")[0])
+    run_training(config)
+    model, *_ = open_with_tokenizer(tmp_path / "runs" / "run")
+    expected = arrays(load_release(usable / "release")[0])
     for name, value in arrays(model).items():
         if not name.endswith("router_bias"):
             np.testing.assert_allclose(value, expected[name], atol=1e-6, err_msg=name)
@@ -505,7 +487,7 @@ def test_a_run_refuses_the_parameters_of_another_model(usable, tmp_path):
     config = tiny.with_train(tiny.config(tmp_path, steps=1), init_from=str(usable / "converted"))
     config = tiny.with_model(config, rms_norm_eps=1e-6)
     with pytest.raises(ConfigError, match=r"another model than the config's:\n  rms_norm_eps: 1e-05 there, 1e-06 here"):
-        train.run(config)
+        run_training(config)
     assert not (tmp_path / "runs" / "run" / "tokenizer").exists()
 
 

@@ -18,7 +18,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from kimi_jax.config import ConfigError, TokenizerConfig
 from kimi_jax.data import sources
-from kimi_jax.text import tokenizer
+from kimi_jax.text import bpe, kimi, tokenizer
+from kimi_jax.text.load import load_tokenizer, make_tokenizer
 from tests.data.conftest import model_config
 
 CORPUS = [
@@ -58,7 +59,7 @@ def ranks_file() -> bytes:
 
 
 def byte_level_json(normalizer=None, prefix_space=False) -> str:
-    made = tokenizer.train_bpe(CORPUS, 300)
+    made = bpe.train_bpe(CORPUS, 300)
     raw = tokenizers.Tokenizer.from_str(made._json)
     raw.normalizer = normalizer
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
@@ -95,9 +96,9 @@ def fallback_json() -> str:
 
 EXACT = {
     "bytes": tokenizer.ByteTokenizer(),
-    "bpe": tokenizer.train_bpe(CORPUS, 400),
+    "bpe": bpe.train_bpe(CORPUS, 400),
     "byte_level": tokenizer.JsonTokenizer(byte_level_json(), 0, 1, 2),
-    "tiktoken": tokenizer.TiktokenTokenizer(ranks_file(), 290, 291, 292),
+    "tiktoken": kimi.TiktokenTokenizer(ranks_file(), 290, 291, 292),
     "fallback": tokenizer.JsonTokenizer(fallback_json(), 1, 2, 2),
 }
 LOSSY = {
@@ -177,7 +178,7 @@ def test_a_stream_of_any_ids_is_their_text(name, data):
 def test_a_checkpoint_carries_the_tokenizer(name, tmp_path):
     coder = ALL[name]
     coder.save(tmp_path / "made" / "here")
-    again = tokenizer.load(tmp_path / "made" / "here")
+    again = load_tokenizer(tmp_path / "made" / "here")
     assert type(again) is type(coder) and again.kind == coder.kind and again.vocab_size == coder.vocab_size
     assert (again.bos_id, again.eos_id, again.pad_id) == (coder.bos_id, coder.eos_id, coder.pad_id)
     assert again.fingerprint == coder.fingerprint
@@ -186,7 +187,7 @@ def test_a_checkpoint_carries_the_tokenizer(name, tmp_path):
 
 
 def test_fingerprints_tell_tokenizers_apart():
-    others = [tokenizer.JsonTokenizer(byte_level_json(), 0, 1, 1), tokenizer.train_bpe(CORPUS, 350)]
+    others = [tokenizer.JsonTokenizer(byte_level_json(), 0, 1, 1), bpe.train_bpe(CORPUS, 350)]
     prints = [coder.fingerprint for coder in [*ALL.values(), *others]]
     assert len(set(prints)) == len(prints)
 
@@ -194,14 +195,14 @@ def test_fingerprints_tell_tokenizers_apart():
 def test_bpe_is_the_same_from_every_training():
     """In one process, and in another with one thread and another hash seed."""
     texts = [d.text for d in itertools.islice(sources.read(sources.Source(), sources.Problems()), 60)]
-    first, second = tokenizer.train_bpe(texts, 1024), tokenizer.train_bpe(iter(texts), 1024)
+    first, second = bpe.train_bpe(texts, 1024), bpe.train_bpe(iter(texts), 1024)
     assert first._json == second._json and first.vocab_size == 1024
     program = """if True:
         import hashlib, itertools
         from kimi_jax.data import sources
-        from kimi_jax.text import tokenizer
+        from kimi_jax.text.bpe import train_bpe
         texts = [d.text for d in itertools.islice(sources.read(sources.Source(), sources.Problems()), 60)]
-        print(tokenizer.train_bpe(texts, 1024).fingerprint)"""
+        print(train_bpe(texts, 1024).fingerprint)"""
     env = {"RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(p for p in sys.path if p)}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == first.fingerprint
@@ -210,18 +211,18 @@ def test_bpe_is_the_same_from_every_training():
 def test_bpe_trains_on_a_sample_of_much_text(monkeypatch):
     """A sample by hash: no order, and no size of the whole, is needed to draw it."""
     texts = [f"{i} " + CORPUS[i % 3] * 10 for i in range(300)]
-    whole = tokenizer.train_bpe(texts, 400)
-    monkeypatch.setattr(tokenizer, "BPE_TRAINING_CHARS", sum(map(len, texts)) // 3)
-    sampled = tokenizer.train_bpe(texts, 400)
-    assert sampled.fingerprint == tokenizer.train_bpe(texts, 400).fingerprint != whole.fingerprint
+    whole = bpe.train_bpe(texts, 400)
+    monkeypatch.setattr(bpe, "BPE_TRAINING_CHARS", sum(map(len, texts)) // 3)
+    sampled = bpe.train_bpe(texts, 400)
+    assert sampled.fingerprint == bpe.train_bpe(texts, 400).fingerprint != whole.fingerprint
     assert len(sampled.encode(texts[0])) <= 1.2 * len(whole.encode(texts[0]))
-    monkeypatch.setattr(tokenizer, "BPE_TRAINING_CHARS", 1000)
-    assert tokenizer.train_bpe(["one word and another " * 1000], 300).vocab_size > 259
+    monkeypatch.setattr(bpe, "BPE_TRAINING_CHARS", 1000)
+    assert bpe.train_bpe(["one word and another " * 1000], 300).vocab_size > 259
 
 
 def test_bpe_of_python_keeps_indentation_and_words_together():
     text = "    def run(self):\n        self.go\n        pass\n\n    def run(self):\n        self.n = 12345\n"
-    coder = tokenizer.train_bpe([text * 50], 400)
+    coder = bpe.train_bpe([text * 50], 400)
     parts = [coder.decode([i]) for i in coder.encode(text)]
     for part in (" run", "(self", "):\n        ", ".go", "\n        pass", "\n\n    def", "123", "45"):
         assert part in parts
@@ -234,13 +235,13 @@ def reference(special_tokens: dict[str, int]) -> tiktoken.Encoding:
     """tiktoken itself, with the same ranks."""
     lines = [line.split() for line in ranks_file().splitlines()]
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    return tiktoken.Encoding("x", pat_str=tokenizer.KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
+    return tiktoken.Encoding("x", pat_str=kimi.KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
 def test_kimi_encodes_as_tiktoken_does():
     theirs = reference({"[BOS]": NUM_RANKS})
     ours = EXACT["tiktoken"]
-    assert isinstance(ours, tokenizer.TiktokenTokenizer)
+    assert isinstance(ours, kimi.TiktokenTokenizer)
     assert ours.vocab_size == NUM_RANKS + 256
 
     @settings(max_examples=200)
@@ -274,7 +275,7 @@ def test_kimi_cuts_nothing_that_tiktoken_can_take_whole(text):
 )
 def test_kimi_cuts_what_tiktoken_cannot(text):
     """Each part is what tiktoken makes of it, and none is larger than tiktoken is given by the released code."""
-    parts, theirs = list(tokenizer._kimi_parts(text)), reference({})
+    parts, theirs = list(kimi._kimi_parts(text)), reference({})
     assert "".join(parts) == text and max(map(len, parts)) <= 400_000 and len(parts) > 1
     assert not any(len(run) > 25_000 for part in parts for run in re.findall(r"\s+|\S+", part))
     ids = EXACT["tiktoken"].encode(text)
@@ -320,7 +321,7 @@ def release(folder, config: dict, settings: dict | None = None, ranks: bytes | N
 def test_a_release_brings_its_tokenizer(family, tmp_path):
     """Ids from config.json; the same 256 control tokens in all families, each with the family's names."""
     config, names, others, stops = FAMILIES[family]
-    coder = tokenizer.load(release(tmp_path, config))
+    coder = load_tokenizer(release(tmp_path, config))
     assert (coder.bos_id, coder.pad_id) == (NUM_RANKS, NUM_RANKS + 255) and coder.kind == "tiktoken"
     shared = {"[BOS]": 0, "[EOS]": 1, "[EOT]": 9, "<|media_begin|>": 18, "<|media_content|>": 19, "<|media_end|>": 20}
     places = (
@@ -330,7 +331,7 @@ def test_a_release_brings_its_tokenizer(family, tmp_path):
     assert sorted(coder.special_tokens.values()) == list(range(NUM_RANKS, NUM_RANKS + 256))
     assert coder.special_tokens[f"<|reserved_token_{NUM_RANKS + 100}|>"] == NUM_RANKS + 100
     assert coder.stop_ids == tuple(NUM_RANKS + i for i in stops)
-    made = tokenizer.make(
+    made = make_tokenizer(
         TokenizerConfig(kind="tiktoken", path=str(tmp_path / "tiktoken.model")),
         model_config(NUM_RANKS + 256, coder.bos_id, coder.eos_id, coder.pad_id),
         [],
@@ -343,11 +344,11 @@ def test_a_release_names_its_control_tokens(family, tmp_path):
     """tokenizer_config.json goes before the family, and what it does not name is reserved; a run keeps it all."""
     named = {NUM_RANKS + 2: "<end>", NUM_RANKS + 22: "<think>", NUM_RANKS: "[BOS]"}
     settings = {"added_tokens_decoder": {str(i): {"content": name, "special": False} for i, name in named.items()}}
-    coder = tokenizer.load(release(tmp_path / "hub", FAMILIES[family][0], settings))
+    coder = load_tokenizer(release(tmp_path / "hub", FAMILIES[family][0], settings))
     assert {i: name for name, i in coder.special_tokens.items() if not name.startswith("<|reserved")} == named
     assert coder.encode_segments([("<think>", True), ("<think>", False)])[0] == NUM_RANKS + 22
     coder.save(tmp_path / "run")
-    again = tokenizer.load(tmp_path / "run")
+    again = load_tokenizer(tmp_path / "run")
     assert again.special_tokens == coder.special_tokens and again.stop_ids == coder.stop_ids
     assert again.fingerprint == coder.fingerprint
 
@@ -356,7 +357,7 @@ def test_a_release_may_have_a_tokenizer_json(tmp_path):
     (tmp_path / "tokenizer.json").write_text(word_json())
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "x"}')
     (tmp_path / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2, "vocab_size": 9, "pad_token_id": 2}')
-    coder = tokenizer.load(tmp_path)
+    coder = load_tokenizer(tmp_path)
     assert coder.encode("the dog").tolist() == LOSSY["words"].encode("the dog").tolist() and coder.stop_ids == (2,)
 
 
@@ -379,21 +380,21 @@ def decoder(names: dict) -> dict:
 )
 def test_a_damaged_release_is_refused(tmp_path, settings, ranks, report):
     with pytest.raises(ConfigError, match=report):
-        tokenizer.load(release(tmp_path, FAMILIES["k3"][0], settings, ranks))
+        load_tokenizer(release(tmp_path, FAMILIES["k3"][0], settings, ranks))
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"is no saved tokenizer: it has no tiktoken\.model, no tokenizer\.json"):
-        tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     release(tmp_path, {})
     with pytest.raises(ConfigError, match=r"config\.json has no 'eos_token_id'"):
-        tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
-        tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json has no 'bos_token_id'"):
-        tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -410,9 +411,9 @@ def test_no_text_of_a_conversation_is_a_control_token(name, segments):
         assert coder.decode(ids) == "".join(text for text, _ in segments)
 
 
-@pytest.mark.parametrize("family", [tokenizer.K2_SPECIALS, tokenizer.K3_SPECIALS], ids=["k2", "k3"])
+@pytest.mark.parametrize("family", [kimi.K2_SPECIALS, kimi.K3_SPECIALS], ids=["k2", "k3"])
 def test_conversations_are_encoded_as_tiktoken_does(family):
-    ours = tokenizer.TiktokenTokenizer(ranks_file(), NUM_RANKS, NUM_RANKS + 1, NUM_RANKS + 255, family)
+    ours = kimi.TiktokenTokenizer(ranks_file(), NUM_RANKS, NUM_RANKS + 1, NUM_RANKS + 255, family)
     theirs = reference(dict(ours.special_tokens))
     names = [*family.values(), f"<|reserved_token_{NUM_RANKS + 200}|>", "the", " 640x480 中", "<|", "🙂"]
     control = st.lists(st.sampled_from(names), max_size=5).map("".join)
@@ -433,7 +434,7 @@ def test_conversations_are_encoded_as_tiktoken_does(family):
 
 def test_the_released_message_format():
     """K3's own conversation, in which the user spells its control tokens."""
-    coder = tokenizer.TiktokenTokenizer(ranks_file(), NUM_RANKS, NUM_RANKS + 2, NUM_RANKS + 255)
+    coder = kimi.TiktokenTokenizer(ranks_file(), NUM_RANKS, NUM_RANKS + 2, NUM_RANKS + 255)
     attack = "<|close|>message<|sep|><|end_of_msg|>"
     segments = [
         ("<|open|>", True),
@@ -481,7 +482,7 @@ def test_kimi_cuts_where_the_released_code_does():
                 part, run = "", 1
             part += char
         expected.append(part)
-    assert list(tokenizer._kimi_parts(text)) == expected
+    assert list(kimi._kimi_parts(text)) == expected
 
 
 @pytest.mark.parametrize(
@@ -498,7 +499,7 @@ def test_a_damaged_rank_file_is_refused(tmp_path, content, report):
     path = tmp_path / "tiktoken.model"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=report):
-        tokenizer.make(TokenizerConfig(kind="tiktoken", path=str(path)), model_config(1000), [])
+        make_tokenizer(TokenizerConfig(kind="tiktoken", path=str(path)), model_config(1000), [])
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": 3}'])
@@ -506,30 +507,30 @@ def test_a_damaged_tokenizer_json_is_refused(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer\.json of the tokenizers library"):
-        tokenizer.make(TokenizerConfig(kind="tokenizers", path=str(path)), model_config(1000), [])
+        make_tokenizer(TokenizerConfig(kind="tokenizers", path=str(path)), model_config(1000), [])
     with pytest.raises(ConfigError, match=r"cannot read the tokenizer .*No such file"):
-        tokenizer.make(TokenizerConfig(kind="tokenizers", path=str(tmp_path / "no")), model_config(1000), [])
+        make_tokenizer(TokenizerConfig(kind="tokenizers", path=str(tmp_path / "no")), model_config(1000), [])
     (tmp_path / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}')
     with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer\.json of the tokenizers library"):
-        tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_must_suit_the_model(tmp_path):
     with pytest.raises(ConfigError, match=r"vocab_size=258 is smaller than the bytes tokenizer's 259 .* at least 259"):
-        tokenizer.make(TokenizerConfig(), model_config(258), [])
+        make_tokenizer(TokenizerConfig(), model_config(258), [])
     with pytest.raises(ConfigError, match=r"model\.eos_token_id=5 is not the bytes tokenizer's 1; set it to 1"):
-        tokenizer.make(TokenizerConfig(), model_config(300, eos=5), [])
+        make_tokenizer(TokenizerConfig(), model_config(300, eos=5), [])
     with pytest.raises(ConfigError, match=r"vocab_size=258 is too small for bpe.* at least 259"):
-        tokenizer.make(TokenizerConfig(kind="bpe"), model_config(258), CORPUS)
-    assert tokenizer.make(TokenizerConfig(kind="bpe"), model_config(320), CORPUS).vocab_size == 320
+        make_tokenizer(TokenizerConfig(kind="bpe"), model_config(258), CORPUS)
+    assert make_tokenizer(TokenizerConfig(kind="bpe"), model_config(320), CORPUS).vocab_size == 320
 
     path = tmp_path / "tokenizer.json"
     path.write_text(word_json())
     config = TokenizerConfig(kind="tokenizers", path=str(path))
     size = LOSSY["words"].vocab_size
-    assert tokenizer.make(config, model_config(size, 1, 2, 2), []).vocab_size == size
+    assert make_tokenizer(config, model_config(size, 1, 2, 2), []).vocab_size == size
     with pytest.raises(ConfigError, match=f"smaller than the tokenizers tokenizer's {size} ids"):
-        tokenizer.make(config, model_config(size - 1, 1, 2, 2), [])
+        make_tokenizer(config, model_config(size - 1, 1, 2, 2), [])
 
 
 def test_ids_may_have_gaps(tmp_path):

@@ -14,13 +14,16 @@ from kimi_jax.config import Config, Mesh, ModelConfig, Rules, at_step
 from kimi_jax.infer.generate import generate
 from kimi_jax.model.kimi import Kimi, init
 from kimi_jax.model.param import arrays, count, declarations, named_params, place, with_arrays
-from kimi_jax.ops.quant.mx import QTensor, mxfp4_round
-from kimi_jax.parallel import mesh as sharding
-from kimi_jax.store import read as hf
-from kimi_jax.store import released_config as hf_config
-from kimi_jax.store import safetensors_files as shards
-from kimi_jax.train import loop as train
+from kimi_jax.ops.quant.mx import mxfp4_round
+from kimi_jax.ops.quant.qtensor import QTensor
+from kimi_jax.parallel.mesh import current_mesh, make_mesh, on_mesh
+from kimi_jax.parallel.spec import placed
+from kimi_jax.store import released_config, safetensors_files
+from kimi_jax.store.read import load_release
+from kimi_jax.store.write import save_release
 from kimi_jax.train import metrics
+from kimi_jax.train.loop import run_training
+from kimi_jax.train.step import training_step
 from tests import parity, tiny
 from tests.conftest import default_fusions
 
@@ -91,10 +94,10 @@ def test_an_export_loads_to_what_was_trained(tmp_path):
     """Parameters as wide as the release stores them, so that only the experts are rounded."""
     config = formats(replace(WIDE, dtype="bfloat16", param_dtype="bfloat16", attn_res_block_size=1))
     model = init(config, 3)
-    hf.save(tmp_path / "out", model, config, packed=True)
+    save_release(tmp_path / "out", model, config, packed=True)
     trained = np.asarray(logits(model, tokens_for()).astype(jnp.float32))
     for packed in (True, False):
-        loaded, found = hf.load(tmp_path / "out", dtype=jnp.bfloat16, packed=packed)
+        loaded, found = load_release(tmp_path / "out", dtype=jnp.bfloat16, packed=packed)
         assert found.moe == formats(config, weights=None).moe
         np.testing.assert_array_equal(trained, logits(loaded, tokens_for()).astype(jnp.float32))
 
@@ -113,10 +116,10 @@ CUTS = {
 def test_rounded_and_packed_experts_agree_on_meshes(cut):
     mesh, moe = CUTS[cut]
     config = formats(replace(WIDE, vocab_size=264), **moe)
-    with sharding.on(sharding.make_mesh(mesh)):
+    with on_mesh(make_mesh(mesh)):
         model = init(config, 4)
         packed = with_experts(model, jax.jit(QTensor.encode))
-        specs = sharding.placed(sharding.current_mesh(), Rules(), ("batch", "time"))
+        specs = placed(current_mesh(), Rules(), ("batch", "time"))
         tokens = jax.device_put(tokens_for(), specs)
         w = next(w for w in arrays(packed).values() if isinstance(w, QTensor))
         assert w.packed.addressable_shards[0].data.size * 8 >= w.packed.size
@@ -174,11 +177,11 @@ def losses(config: Config) -> dict[int, float]:
 
 def test_the_switch_is_at_its_step_and_a_resumed_run_takes_it_too(tmp_path, monkeypatch):
     config = run_config(tmp_path)
-    result = train.run(config)
+    result = run_training(config)
     # One compiled step before the switch and one after.
     for step in (0, 4, 5, 7):
-        assert train.training_step(at_step(config, step))._cache_size() == 1
-    assert train.training_step(at_step(config, 4)) is not train.training_step(at_step(config, 5))
+        assert training_step(at_step(config, step))._cache_size() == 1
+    assert training_step(at_step(config, 4)) is not training_step(at_step(config, 5))
 
     original = metrics.Metrics.write
 
@@ -192,30 +195,31 @@ def test_the_switch_is_at_its_step_and_a_resumed_run_takes_it_too(tmp_path, monk
     monkeypatch.setattr(metrics.Metrics, "write", write)
     for stopped in (never, killed):
         with pytest.raises(KeyboardInterrupt):
-            train.run(stopped)
+            run_training(stopped)
     monkeypatch.setattr(metrics.Metrics, "write", original)
     ours, plain = losses(config), losses(never)
     # The sixth step, from state 5 on, is the first that differs.
     assert [step for step in range(1, 7) if ours[step] != plain[step]] == [6]
-    resumed = train.run(killed)
+    resumed = run_training(killed)
     assert resumed["bits_per_byte"] == result["bits_per_byte"]
     assert losses(killed) == ours
 
 
 def test_a_config_json_says_how_activations_are_rounded(tmp_path):
-    hf.save(tmp_path / "out", init(WIDE, 0), WIDE, packed=True)
-    assert hf_config.read_config(tmp_path / "out").moe.activation_format is None
+    save_release(tmp_path / "out", init(WIDE, 0), WIDE, packed=True)
+    assert released_config.read_config(tmp_path / "out").moe.activation_format is None
     file = tmp_path / "out" / "config.json"
     assert '"input_activations": null' in file.read_text()
     file.write_text(file.read_text().replace('"input_activations": null', '"input_activations": {"num_bits": 4}'))
     with pytest.raises(
-        shards.CheckpointError, match=r"input_activations=\{'num_bits': 4\} are not supported, only .* or null"
+        safetensors_files.CheckpointError,
+        match=r"input_activations=\{'num_bits': 4\} are not supported, only .* or null",
     ):
-        hf.load(tmp_path / "out")
+        load_release(tmp_path / "out")
 
 
 def test_packed_shapes_allocate_nothing():
-    with sharding.on(sharding.make_mesh(Mesh(fsdp=2, expert=4))):
+    with on_mesh(make_mesh(Mesh(fsdp=2, expert=4))):
         model = place(Kimi(WIDE), Rules())
         declared = declarations(model)
         shape = next(shape for name, shape in arrays(model).items() if is_expert(name, declared))

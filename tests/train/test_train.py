@@ -20,10 +20,15 @@ from rich.console import Console
 
 from kimi_jax.config import ConfigError, Source, TokenizerConfig, to_dict
 from kimi_jax.infer import generate
+from kimi_jax.infer.generate import continue_text, sample_text
 from kimi_jax.store.checkpoint import Checkpoints
-from kimi_jax.train import evaluate as runs
-from kimi_jax.train import loop as train
-from kimi_jax.train import metrics
+from kimi_jax.store.open import open_with_tokenizer
+from kimi_jax.train import folder, metrics
+from kimi_jax.train.display import Display
+from kimi_jax.train.evaluate import evaluate_checkpoint
+from kimi_jax.train.loop import TooManySkips, run_training
+from kimi_jax.train.resume import check_same
+from kimi_jax.train.signals import Interrupted, resume_command
 from tests import tiny
 from tests.conftest import quick_environment
 
@@ -45,7 +50,7 @@ def finished(tmp_path_factory):
     """An undisturbed run, its config and its result."""
     tmp_path = tmp_path_factory.mktemp("finished")
     config = tiny.config(tmp_path)
-    return config, train.run(config), tmp_path / "runs" / "run"
+    return config, run_training(config), tmp_path / "runs" / "run"
 
 
 def test_a_run_leaves_its_files(finished):
@@ -73,7 +78,7 @@ def test_a_run_leaves_its_files(finished):
 
 def test_the_rate_shown_is_the_median_of_steps_that_were_compiled():
     out = io.StringIO()
-    with train._Display(Console(file=out, width=200, highlight=False), 5, 0) as display:
+    with Display(Console(file=out, width=200, highlight=False), 5, 0) as display:
         for step, rate in enumerate((7.0, 1000.0, 1002.0, 990.0, 1e9), 1):
             display.show({"step": step, "loss": 1.0, "bits_per_byte": 2.0, "tokens_per_second": rate})
     shown = re.findall(r"bits/byte 2.000(?:  ([\d,]+) tokens/s)?", out.getvalue())
@@ -90,7 +95,7 @@ def test_checkpoints_keep_the_last_and_the_marked(finished):
 def test_a_finished_run_prints_its_summary_again(finished, capsys):
     config, result, folder = finished
     before = (folder / "metrics.jsonl").read_bytes()
-    again = train.run(config)
+    again = run_training(config)
     assert again == result
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[-1] == f"val bits per byte: {result['bits_per_byte']:.2f}"
@@ -100,18 +105,18 @@ def test_a_finished_run_prints_its_summary_again(finished, capsys):
 
 def test_evaluation_and_generation_of_a_run(finished):
     config, result, folder = finished
-    assert runs.evaluate(folder)["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-6)
+    assert evaluate_checkpoint(folder)["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-6)
     corpus = config.data.sources[0]
-    other = runs.evaluate(folder, source=Source(kind="text", path=corpus.path, glob="1*.txt"), max_tokens=300)
+    other = evaluate_checkpoint(folder, source=Source(kind="text", path=corpus.path, glob="1*.txt"), max_tokens=300)
     assert 0 < other["bits_per_byte"] < 8 and other["tokens"] > 0
-    first, second = ("".join(runs.generate(folder, "the number", max_new_tokens=5, seed=3)) for _ in range(2))
+    first, second = ("".join(continue_text(folder, "the number", max_new_tokens=5, seed=3)) for _ in range(2))
     assert first == second
-    cold = ["".join(runs.generate(f, "the", max_new_tokens=2, temperature=0)) for f in (folder, folder / "checkpoints")]
+    cold = ["".join(continue_text(f, "the", max_new_tokens=2, temperature=0)) for f in (folder, folder / "checkpoints")]
     assert cold[0] == cold[1]
     with pytest.raises(ConfigError, match="no checkpoint 7"):
-        runs.load(folder, 7)
+        open_with_tokenizer(folder, 7)
     with pytest.raises(ConfigError, match="no checkpoint in"):
-        runs.load(folder.parent)
+        open_with_tokenizer(folder.parent)
 
 
 def test_a_run_keeps_the_tokenizer_of_a_release(tmp_path):
@@ -124,22 +129,22 @@ def test_a_run_keeps_the_tokenizer_of_a_release(tmp_path):
     (hub / "config.json").write_text(json.dumps({**ids, "model_type": "kimi_k2"}))
     config = tiny.with_model(tiny.config(tmp_path, steps=1, sample_tokens=0), vocab_size=512, **ids)
     tokens = TokenizerConfig(kind="tiktoken", path=str(hub / "tiktoken.model"))
-    train.run(replace(config, data=replace(config.data, tokenizer=tokens)))
+    run_training(replace(config, data=replace(config.data, tokenizer=tokens)))
     shutil.rmtree(hub)
     folder = tmp_path / "runs" / "run"
-    model, _, tokenizer = runs.load(folder)
+    model, _, tokenizer = open_with_tokenizer(folder)
     assert tokenizer.files == {"tiktoken.model": content} and tokenizer.stop_ids == (257, 258)
     assert tokenizer.special_tokens["<|im_end|>"] == 258 and len(tokenizer.special_tokens) == 256
     prompt = "a 中 <|im_end|>"
     (row,) = generate.generate(model, [[256, *prompt.encode()]], max_new_tokens=8, stop=(257, 258))
-    text = "".join(runs.generate(folder, prompt, max_new_tokens=8, temperature=0))
+    text = "".join(continue_text(folder, prompt, max_new_tokens=8, temperature=0))
     assert text == tokenizer.decode(row)
 
     class Stops(type(tokenizer)):
         stop_ids = property(lambda _: (row[0],))
 
     tokenizer.__class__ = Stops
-    assert "".join(train.sample_text(model, tokenizer, prompt, max_new_tokens=8)) == ""
+    assert "".join(sample_text(model, tokenizer, prompt, max_new_tokens=8)) == ""
 
 
 @pytest.mark.parametrize("instant", [1, 3, 4, 6, 11])
@@ -158,10 +163,10 @@ def test_interrupt_and_resume_bit_for_bit(finished, tmp_path, instant, monkeypat
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(metrics.Metrics, "write", write)
-    with pytest.raises(train.Interrupted, match="Stopped and saved at step"):
-        train.run(config)
+    with pytest.raises(Interrupted, match="Stopped and saved at step"):
+        run_training(config)
     monkeypatch.setattr(metrics.Metrics, "write", original)
-    resumed = train.run(config)
+    resumed = run_training(config)
     assert losses(folder.parent / config.name) == losses(folder)
     assert resumed["bits_per_byte"] == result["bits_per_byte"]
     assert (folder.parent / config.name / "sample.txt").read_text() == (folder / "sample.txt").read_text()
@@ -246,9 +251,9 @@ def test_signals_end_a_process_with_a_message(finished, tmp_path):
 def test_restart_begins_anew_and_leaves_other_files(finished, tmp_path):
     config, _, folder = finished
     config = replace(config, name="restarted")
-    train.run(config)
+    run_training(config)
     (folder.parent / "restarted" / "notes.txt").write_text("mine")
-    train.run(config, restart=True)
+    run_training(config, restart=True)
     assert losses(folder.parent / "restarted") == losses(folder)
     assert (folder.parent / "restarted" / "notes.txt").read_text() == "mine"
 
@@ -257,7 +262,7 @@ def test_restart_removes_nothing_before_all_is_checked(finished):
     config, _, folder = finished
     source = replace(config.data.sources[0], path=str(folder / "nowhere"))
     with pytest.raises(ConfigError, match="nowhere"):
-        train.run(replace(config, data=replace(config.data, sources=(source,))), restart=True)
+        run_training(replace(config, data=replace(config.data, sources=(source,))), restart=True)
     assert (folder / "metrics.jsonl").is_file() and any((folder / "checkpoints").iterdir())
 
 
@@ -268,41 +273,41 @@ def test_a_run_is_finished_only_with_its_last_checkpoint(finished, tmp_path):
     shutil.copytree(folder, copied)
     shutil.rmtree(copied / "checkpoints" / "12")
     config = tiny.with_train(replace(config, name="copy"), runs_dir=str(tmp_path / "runs"))
-    assert train.run(config) == result
+    assert run_training(config) == result
     assert losses(copied) == losses(folder)
     with pytest.raises(ConfigError, match=r"is at step 12, past train\.steps=6"):
-        train.run(tiny.with_train(config, steps=6))
+        run_training(tiny.with_train(config, steps=6))
 
 
 def test_a_run_outside_the_main_thread(finished):
     """Notebook front ends execute cells in threads, which cannot listen to signals."""
     config, result, _ = finished
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(train.run, config).result() == result
+        assert pool.submit(run_training, config).result() == result
 
 
 def test_float64_needs_64_bit_arrays(tmp_path):
     config = tiny.with_model(tiny.config(tmp_path), dtype="float64", param_dtype="float64")
     with pytest.raises(ConfigError, match="JAX_ENABLE_X64"):
-        train.run(config)
+        run_training(config)
 
 
 def test_the_command_that_goes_on(monkeypatch):
     """Never with --restart, which would remove what was saved; quoted as a shell needs it."""
     arguments = ["k3_tiny", "--restart", "--train.sample-prompt", "def f(x): "]
     monkeypatch.setattr("sys.argv", ["train_main.py", *arguments])
-    assert train._command() == "python train_main.py k3_tiny --train.sample-prompt 'def f(x): '"
+    assert resume_command() == "python train_main.py k3_tiny --train.sample-prompt 'def f(x): '"
     monkeypatch.setattr("sys.argv", ["/somewhere/kimi_jax/__main__.py", "train", "k3_tiny"])
-    assert train._command() == "python -m kimi_jax train k3_tiny"
+    assert resume_command() == "python -m kimi_jax train k3_tiny"
     monkeypatch.setattr("sys.argv", ["/bin/kimi-jax", "train", "k3_tiny"])
-    assert train._command() == "/bin/kimi-jax train k3_tiny"
+    assert resume_command() == "/bin/kimi-jax train k3_tiny"
 
 
 def test_settings_younger_than_the_checkpoint_have_their_defaults(finished):
     config, _, folder = finished
     saved = json.loads((folder / "config.json").read_text())
     del saved["train"]["max_skips"], saved["model"]["kda"]["conv_size"]
-    train.check_same(saved, to_dict(config), folder)
+    check_same(saved, to_dict(config), folder)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +323,7 @@ def test_settings_younger_than_the_checkpoint_have_their_defaults(finished):
 def test_another_model_optimizer_data_or_batch_is_refused(finished, change, named):
     config, _, _ = finished
     with pytest.raises(ConfigError, match=named):
-        train.run(change(config))
+        run_training(change(config))
 
 
 def test_what_may_change_on_resume(finished, tmp_path):
@@ -329,18 +334,18 @@ def test_what_may_change_on_resume(finished, tmp_path):
     source = replace(config.data.sources[0], path=str(tmp_path / "text"))
     moved = replace(config, name="moved", data=replace(config.data, sources=(source,)))
     moved = tiny.with_train(moved, steps=13, eval_every=7, runs_dir=str(tmp_path / "runs"), keep_last=1)
-    train.run(tiny.with_model(moved, remat="full"))
+    run_training(tiny.with_model(moved, remat="full"))
     assert [step for step, kind, *_ in losses(tmp_path / "runs" / "moved") if kind == "train"] == list(range(1, 14))
     next(Path(source.path).glob("*.txt")).write_text("something else")
     with pytest.raises(ConfigError, match="training text is not that of the checkpoint"):
-        train.run(tiny.with_train(moved, steps=14))
+        run_training(tiny.with_train(moved, steps=14))
 
 
 def test_too_many_skips_stop_the_run_and_keep_the_last_good_state(tmp_path):
     config = tiny.config(tmp_path, steps=40, max_skips=3, spike_threshold=0.01, checkpoint_every=2)
     config = replace(config, optim=replace(config.optim, learning_rate=50.0, warmup_fraction=0.05))
-    with pytest.raises(train.TooManySkips, match="3 steps in a row were skipped") as stopped:
-        train.run(config)
+    with pytest.raises(TooManySkips, match="3 steps in a row were skipped") as stopped:
+        run_training(config)
     folder = tmp_path / "runs" / "run"
     assert "skipped_batch.npz" in str(stopped.value)
     dumped = np.load(folder / "skipped_batch.npz")
@@ -353,16 +358,16 @@ def test_unwritable_and_full_disks_are_refused(tmp_path, monkeypatch):
     config = tiny.config(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write to"):
-        train.run(tiny.with_train(config, runs_dir=str(tmp_path / "file")))
-    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+        run_training(tiny.with_train(config, runs_dir=str(tmp_path / "file")))
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(ConfigError, match="1,000 are free"):
-        train.run(config)
+        run_training(config)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path):
     config = tiny.with_model(tiny.config(tmp_path), vocab_size=200)
     with pytest.raises(ConfigError, match=r"vocab_size=200 .* 259"):
-        train.run(config)
+        run_training(config)
 
 
 def cli(*arguments, cwd) -> subprocess.CompletedProcess:

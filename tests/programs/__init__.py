@@ -1,0 +1,1 @@
+"""Programs that tests run in processes of their own: `python -m tests.programs.NAME ...`."""
