@@ -75,7 +75,7 @@ class KDA(nnx.Module):
     ) -> tuple[jax.Array, KDACache | None]:
         """x `[b, t, d]` -> y `[b, t, d]` and, where a cache came in, the cache after these tokens.
 
-        `documents` is that of the whole rows, also where x is cut over time.
+        `documents` is that of the full rows, also where x is sharded over time.
         """
         c = self.config
         q, k, v = (einsum("btd,dhk->bthk", x, w) for w in (self.w_q, self.w_k, self.w_v))

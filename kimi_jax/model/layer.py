@@ -22,7 +22,7 @@ from kimi_jax.ops.norm import rms_norm
 
 
 class Places(NamedTuple):
-    """Where the tokens of whole rows stand, for all layers."""
+    """Document ids and positions of the full (unsharded) sequences, for all layers."""
 
     documents: jax.Array | None
     """`[b, t]`, see `ops.segments.document_ids`; None: each row is one document."""

@@ -87,8 +87,8 @@ class MLA(nnx.Module):
     ) -> tuple[jax.Array, MLACache | None, jax.Array]:
         """x `[b, t, d]` -> y `[b, t, d]`, the cache after these tokens, and the largest logit of each head `[h]`.
 
-        `positions [b, t]` count the tokens of each document; like `documents` they are of whole rows, wherever x is
-        cut. They are needed with `rope` only.
+        `positions [b, t]` count the tokens of each document; like `documents` they are of the full rows, also
+        where x is sharded. They are needed with `rope` only.
         """
         c = self.config.mla
         if c.q_lora_rank is None:
@@ -111,7 +111,7 @@ class MLA(nnx.Module):
     def _attend(
         self, batch_axes, time_axis, rank_axes, axes, q, latent, w_k_b, w_v_b, documents, positions, cache, slots
     ):
-        """Attention of a device's queries and heads to the latents of their whole rows."""
+        """Attention of a device's queries and heads to the latents of their full rows."""
         w_k_b, w_v_b = (gather_weight(w, (rank_axes, (), ()), axes, q.dtype) for w in (w_k_b, w_v_b))
         q, latent = self._rotated(q, latent, context.local_span(positions, q.shape[1], time_axis))
         form = self._absorbed if cache is not None and self._absorbs(q.shape[1]) else self._expanded

@@ -133,7 +133,7 @@ class MoE(nnx.Module):
     def _run_experts(self, expert_axes, latent_axes, mlp_axes, axes, z, indices, weights, w_gate, w_up, w_down):
         """A device's tokens through the experts of all devices.
 
-        Formats are rounded to before anything travels: groups of numbers lie within a device's part.
+        Numbers are rounded to their format before anything travels: groups do not cross the bounds of a shard.
         """
         c = self.config.moe
         x, indices, weights = (vary(a.reshape(-1, a.shape[-1]), axes) for a in (z, indices, weights))

@@ -101,7 +101,7 @@ def sort_by_expert(indices: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 def lay_out(
     pair: jax.Array, group: jax.Array, place: jax.Array, sizes: jax.Array, shape: tuple[int, ...], block: int
 ) -> Layout:
-    """Lays pairs out by group; block > 0 pads each group to whole blocks.
+    """Lays out pairs by group; block > 0 pads each group to a multiple of the block.
 
     pair[i] belongs to group[i] and is place[i]-th when pairs are sorted by group, or, from pair.size on, left out.
     """
@@ -219,7 +219,7 @@ def grouped_mlp_grad(
     activation: Activation,
     block: int,
 ) -> tuple[jax.Array, jax.Array, list[list[jax.Array] | None]]:
-    """Gradients of sum(d_out * share * grouped_mlp(rows)), which is computed anew: nothing of it need be kept.
+    """Gradients of sum(d_out * share * grouped_mlp(rows)), which is recomputed, so that nothing of it has to be kept.
 
     Args:
       rows, d_out: [rows, d].
@@ -342,7 +342,7 @@ def expert_mlp(
     y_i = cast(sum_j weight_ij * cast(activation(x_i w_gate[e_ij], x_i w_up[e_ij]) w_down[e_ij]))
 
     An expert's output is rounded to x.dtype; the weighting, after w_down, and the sum are in at least float32.
-    Nothing is dropped, whatever the routing: all tokens may choose one expert. All shapes are static.
+    No token is dropped for any routing: all tokens may choose one expert. All shapes are static.
 
     Args:
       x: [n, d].
@@ -351,7 +351,7 @@ def expert_mlp(
       w_gate, w_up: [e, d, f], as arrays, packed, or with "blocks" `Stacked`; only arrays take a gradient.
       w_down: [e, f, d], likewise.
       activation: (gate [..., f], up [..., f]) -> [..., f]; with zeros it must be finite.
-      backend: "blocks" pads each expert's rows to whole blocks and loops over those: for CPUs, where
+      backend: "blocks" pads each expert's rows to a multiple of a block and loops over blocks: for CPUs, where
         `lax.ragged_dot` multiplies every row by every expert. "ragged" is `lax.ragged_dot`, without padding. None
         takes "blocks" where JAX runs on the CPU; give "ragged" to compile for another device from there.
 

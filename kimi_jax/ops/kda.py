@@ -92,7 +92,7 @@ def mask_documents(
     Args:
       q, k, v, g, beta: as in `kda`.
       segment_ids: [b, t] integers; 0 is padding, a maximal run of one id >= 1 is a document.
-      resets: [b, t] bool, `segments.resets` of the whole row where these tokens are a span of it: whether a
+      resets: [b, t] bool, `segments.resets` of the full row where these tokens are a span of it: whether a
         span's first token begins a document depends on the token before.
 
     Returns:
@@ -188,7 +188,7 @@ def span(
 
     Spans that follow one another combine with `compose`; a device that holds one span of a long row needs no
     more than (transition, state) from the others. Write document boundaries into the inputs first
-    (`mask_documents`, with the resets of the whole row).
+    (`mask_documents`, with the resets of the full row).
 
     Args:
       q, k, v, g, beta, scale, chunk_size: as in `kda`.
@@ -256,7 +256,7 @@ def _recurrent(q, k, v, g, beta, state):
 def _chunked(q, k, v, g, beta, state):
     """One chunk at a time; arrays [n, b, c, h, ..]. Backward computes a chunk again from its first state.
 
-    The inputs are cast, and heads moved before places, inside the step: nothing whole is copied.
+    The inputs are cast, and heads moved before places, inside the step, so that no full array is copied.
     """
 
     def step(S, x):
@@ -287,7 +287,7 @@ _matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def _within(q, k, g, beta):
-    """What a chunk does inside, whatever the state it starts from; arrays [.., c, k], c a power of two.
+    """What a chunk computes independently of the state it starts from; arrays [.., c, k], c a power of two.
 
     For i, j in the chunk, with decay(i, j) = exp(g_{j+1} + .. + g_i):
       scores[i, j]  = sum_k q_i k_j decay(i, j)                  j <= i, else 0

@@ -78,7 +78,7 @@ def rotate(x: jax.Array, positions: jax.Array, frequencies: np.ndarray) -> jax.A
     Returns:
       As x.
 
-    Source: RoFormer (arXiv 2104.09864), section 3.2; pairs lie as in DeepSeek-V3's and K2's checkpoints.
+    Source: RoFormer (arXiv 2104.09864), section 3.2; pairs are laid out as in DeepSeek-V3's and K2's checkpoints.
     """
     n, wide = len(frequencies), jnp.promote_types(x.dtype, jnp.float32)
     kept, turned = jnp.split(x, [x.shape[-1] - 2 * n], axis=-1)

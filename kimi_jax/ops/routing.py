@@ -116,7 +116,7 @@ def quantile_histogram(
 ) -> jax.Array:
     """Counts, per expert, how far its raw score is from what it takes to be chosen.
 
-    r_ij = threshold_i - s_ij, in `bins` equal bins over [min(bias) - 1, max(bias) + 1], where all of them lie.
+    r_ij = threshold_i - s_ij, in `bins` equal bins over [min(bias) - 1, max(bias) + 1], which holds all of them.
 
     Expert j would take token i with any bias above r_ij. The range follows the bias with which the tokens were
     routed, so counts of the micro-batches (and devices) of one step add up: sum them, then call `quantile_bias`
@@ -153,7 +153,7 @@ def quantile_bias(counts: jax.Array, bias: jax.Array, *, k: int) -> jax.Array:
     The sign matters: an overloaded expert has small r and gets a lower bias. No rate and no auxiliary loss.
 
     Args:
-      counts: [e, bins] from `quantile_histogram`, summed over the whole global batch.
+      counts: [e, bins] from `quantile_histogram`, summed over the global batch.
       bias: [e] the bias those tokens were routed with; it is returned when there were none.
       k: experts a token.
 
@@ -207,8 +207,8 @@ def document_balance_loss(
     Args:
       scores: [b, t, e] without bias, of rows or of one span of each.
       documents: [b, t] numbers (`segments.document_ids`), 0 for padding: what scores hold there has no effect.
-      chosen: [b, T, k] int, `best_experts` of the whole rows.
-      row_documents: [b, T] of the whole rows.
+      chosen: [b, T, k] int, `best_experts` of the full rows.
+      row_documents: [b, T] of the full rows.
 
     Returns:
       A scalar in scores' dtype; of spans, it is to be summed.

@@ -82,8 +82,8 @@ class _Layout(NamedTuple):
     """How one device sees a parameter: [layers, ..., matrix axes], all axes in front of the matrix's flattened to one.
 
     `order` moves it to [layers, blocks, first side, second side]. The sides are rows and columns, a split one first,
-    then a shorter one, so that transposed blocks run together. A side's axes are flattened as they lie on the
-    device: that may permute rows or columns of the whole matrix, which the iteration does not notice, since
+    then a shorter one, so that transposed blocks run together. A side's axes are flattened as they are laid out on the
+    device: that may permute rows or columns of the full matrix, which the iteration does not notice, since
     NS(P X Q) = P NS(X) Q for permutations.
     """
 
@@ -168,7 +168,7 @@ def _orthogonalise(values: dict[str, jax.Array], layouts: dict[str, _Layout], it
     stacks = [value.reshape(-1, first, second) for value in moved]
     blocks = stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
     count, scale = len(blocks), 0.2 * math.sqrt(max(first * p, second * q))
-    if names:  # trade the stack for whole matrices: one all-to-all before the iteration, one after, none inside
+    if names:  # trade the stack for full matrices: one all-to-all before the iteration, one after, none inside
         blocks = jnp.pad(blocks, ((0, -count % (p * q)), (0, 0), (0, 0)))
         blocks = _trade(blocks, names).reshape(p, q, -1, first, second)
         blocks = blocks.transpose(2, 0, 3, 1, 4).reshape(-1, p * first, q * second)
@@ -185,7 +185,7 @@ def _orthogonalise(values: dict[str, jax.Array], layouts: dict[str, _Layout], it
 
 
 def _row_major(x: jax.Array) -> jax.Array:
-    """Keeps the iteration's favourite layout out of the buffers it is cut from: they would be copied as a whole."""
+    """Keeps the iteration's favourite layout out of the buffers that it slices, which would be copied in full."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
@@ -205,8 +205,8 @@ def scale_by_muon(
 
     Every block (a head, an expert, a layer of a stack) has its own norm and its own iteration, whatever else is in
     the tree; blocks of one shape, and of its transpose, run as one batch. Under a mesh of explicit axes each device
-    works on what it holds: whole blocks (its heads, its experts) need no communication, and parts of blocks are
-    traded for whole ones before the iteration and back after it. Work is not split over axes on which a parameter is
+    works on what it holds: full blocks (its heads, its experts) need no communication, and parts of blocks are
+    traded for full ones before the iteration and back after it. Work is not split over axes on which a parameter is
     replicated: gathering the directions costs more than a head's iteration does; shard over `fsdp` instead.
 
     Kinds of blocks with more than `step_bytes` on a device are walked layer by layer in a loop that writes the

@@ -12,7 +12,7 @@ def cosine_with_warmup(peak: float, steps: int, warmup_fraction: float) -> optax
 
     Args:
         peak: highest rate.
-        steps: steps of the whole run.
+        steps: steps of the run.
         warmup_fraction: part of them with a rising rate, in [0, 1).
 
     Returns:

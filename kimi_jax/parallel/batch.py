@@ -53,7 +53,7 @@ def to_devices(batch: dict[str, np.ndarray], sharding: NamedSharding | None, par
 
 
 def batch_sharding(config: Config) -> jax.sharding.NamedSharding | None:
-    """How a batch `[rows, t]` lies on the current mesh; None without one.
+    """How a batch `[rows, t]` is sharded over the current mesh; None without one.
 
     Raises:
         ConfigError: the mesh does not divide the rows of a micro-batch, or the tokens of a row.

@@ -2,11 +2,11 @@
 
 Per-device code for inside a `shard_map`: device i of `axis` holds the i-th of equal spans of each row. The short
 convolution needs the few inputs before its span, Kimi Delta Attention what the spans before do to a state (its
-size does not depend on the row's length), attention the latents of the whole row, and other queries in place of half
-of its own, or the last device would do twice the mean. With `axis` None the row is here whole, and the operations are
+size does not depend on the row's length), attention the latents of the full row, and other queries in place of half
+of its own, or the last device would do twice the mean. With `axis` None the full row is here, and the operations are
 the plain ones.
 
-`documents` are the document numbers of the whole row (`segments.document_ids`), the same on each device of `axis`:
+`documents` are the document numbers of the full row (`segments.document_ids`), the same on each device of `axis`:
 a span's own say neither whether its first token continues the document before, nor which document is the row's
 first. None: each row is one document.
 """
@@ -23,7 +23,7 @@ from kimi_jax.parallel.dense import gather_weight
 
 
 def local_span(documents: jax.Array | None, t: int, axis: str | None) -> jax.Array | None:
-    """This device's t places of a whole row's documents [b, T]; None for None.
+    """This device's t places of a full row's documents [b, T]; None for None.
 
     Raises:
       ValueError: documents that are not of as many tokens as all spans together.
@@ -49,7 +49,7 @@ def short_conv(x: jax.Array, weight: jax.Array, *, documents: jax.Array | None, 
     Args:
       x: [b, t, *channels], this device's span.
       weight: [*channels, w]; the last tap multiplies the current token.
-      documents: [b, T] numbers of the whole row, or None.
+      documents: [b, T] numbers of the full row, or None.
       axis: the mesh axis of the spans, or None.
 
     Returns:
@@ -95,14 +95,14 @@ def kda(
     """`ops.kda.kda` in chunks over a row split over `axis`, its state zero before the row.
 
     Each span is an affine map of the state, S_after = A_i S + B_i, o = o0 + reads^T S. Devices exchange (A_i, B_i),
-    whatever the length, and compose those before theirs into the state that their span starts from.
+    for any length, and compose those before theirs into the state that their span starts from.
 
     Args:
       q, k: [b, t, h, k], L2-normalised over the last axis; this device's span, as the following.
       v: [b, t, h, v].
       g: [b, t, h, k] log decay <= 0; -inf forgets the state.
       beta: [b, t, h].
-      documents: [b, T] numbers of the whole row, or None.
+      documents: [b, T] numbers of the full row, or None.
       axis: the mesh axis of the spans, or None.
       scale: factor on q; None for k ** -0.5.
       chunk_size: tokens a chunk.
@@ -134,7 +134,7 @@ def kda(
 
 
 def gather_latents(latent: jax.Array, axis: str | None, axes: tuple[str, ...] = ()) -> jax.Array:
-    """[b, t, r] of each device -> [b, T, r] of the whole row, on each device.
+    """[b, t, r] of each device -> [b, T, r] of the full row, on each device.
 
     What attention needs of other devices' tokens: a few hundred numbers each, from which every head's keys and
     values are made here. Gradients are summed over devices in at least float32.
@@ -157,7 +157,7 @@ def causal(
     axis: str | None,
     axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of a span's queries to their whole row, the same work on each device.
+    """Attention of a span's queries to their full row, the same work on each device.
 
     Later tokens see more keys. Of 2 n halves of spans, device i of n computes numbers 2 i and 2 n - 1 - 2 i: for that
     it exchanges the second half of its queries with device n - 1 - i, and back what comes out. Spans of an odd length
@@ -168,7 +168,7 @@ def causal(
         `ops.attention.latent_attention`.
       q: [b, t, h, k], this device's span.
       latent: [b, t, r], likewise.
-      documents: [b, T] numbers of the whole row, or None.
+      documents: [b, T] numbers of the full row, or None.
       axis: the mesh axis of the spans, or None.
       axes: as in `gather_latents`.
 

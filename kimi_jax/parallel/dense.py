@@ -1,4 +1,4 @@
-"""Products with weights that are cut over the mesh: gathered where tokens differ, summed where widths are split."""
+"""Products with weights that are sharded over the mesh: gathered where tokens differ, summed where widths are split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Axes = tuple[str, ...]
 def gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """`jax.lax.all_gather(.., tiled=True)` over one mesh axis after the other.
 
-    XLA for TPUs turns a gather over several axes of a torus into an all-reduce of the whole array: twice the traffic.
+    XLA for TPUs turns a gather over several axes of a torus into an all-reduce of the full array: twice the traffic.
     """
     for axis in reversed(axes):
         x = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
@@ -33,7 +33,7 @@ def sum_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 def narrowed(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """w in the dtype of a product, cast here: in a scan over layers, one layer at a time. It has no gradient.
 
-    Of f32 parameters that a loop takes slices of and casts, XLA for TPUs casts the whole stack before the loop and
+    Of f32 parameters that a loop takes slices of and casts, XLA for TPUs casts the full stack before the loop and
     keeps both: for the experts of K3 9.5 GiB a chip. It leaves alone what is read as integers.
     """
     if w.dtype == dtype:
@@ -44,14 +44,14 @@ def narrowed(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_weight(w: jax.Array, parts: tuple[Axes, ...], rows: Axes, dtype: jnp.dtype) -> jax.Array:
-    """A device's part of a weight -> the weight whole, in the dtype of the product.
+    """A device's shard of a weight -> the full weight, in the dtype of the product.
 
     It travels in that dtype. Its gradient is summed over tokens, and so over devices, in at least float32, and each
     device keeps its part: an all-gather forward, a reduce-scatter backward.
 
     Args:
         w: the local part.
-        parts: for each axis of w, the mesh axes it is cut over and gathered from.
+        parts: for each axis of w, the mesh axes it is sharded over and gathered from.
         rows: mesh axes over which the tokens of the product differ.
         dtype: of the product.
     """
@@ -79,9 +79,9 @@ gather_weight.defvjp(lambda w, parts, rows, dtype: (gather_weight(w, parts, rows
 def einsum(equation: str, x: jax.Array, w: jax.Array, *, dtype: jnp.dtype | None = None, **options) -> jax.Array:
     """x times a weight, in x's dtype, on any mesh.
 
-    Mesh axes that cut rows of x (its letters in the result) are gathered from the weight, as are those of a
-    contracted letter that x has whole; a letter that both have cut is contracted in parts, and summed. The result is
-    cut as x's rows and the weight's remaining letters are.
+    Mesh axes that shard rows of x (its letters in the result) are gathered from the weight, as are those of a
+    contracted letter that x has in full; a letter that is sharded in both is contracted in parts, and summed. The
+    result is sharded as x's rows and the weight's remaining letters are.
 
     Args:
         equation: of two operands, without dots.

@@ -1,4 +1,4 @@
-"""Routed experts on many devices, exactly balanced: every device computes S K rows, whatever the router says.
+"""Routed experts on many devices, exactly balanced: every device computes S K rows, for any routing.
 
 R ranks of the expert axis hold m = E / R experts each and S tokens each, and every token chooses K experts. Ranks
 whose experts are wanted by fewer than S K pairs lend their time: each borrows the weights of some experts of one other
@@ -108,7 +108,7 @@ def _forward(s: _Settings, x, weights, matrices, way: Routes):
 
 
 def _backward(s: _Settings, inputs, d_y):
-    """Computes the rows anew, and the routing weights' gradients where the outputs are, so these need not travel."""
+    """Recomputes the rows; gradients of routing weights are computed where the outputs are, so they do not travel."""
     # As in jax.checkpoint: without it the compiler would take the rows and weights of the forward pass, and keep them.
     (x, weights, matrices, way), d_y = jax.lax.optimization_barrier((inputs, d_y))
     held = _fetch_all(s, matrices, x.dtype, way)

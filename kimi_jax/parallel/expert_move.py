@@ -39,8 +39,8 @@ def move(
         slices have it, CPUs do not.
       window: rows between a pair of ranks at a time, at most n and num_rows; not for "ragged".
       overlap: whether slices may land on each other.
-      place: where in `rows` a number that the slices count in lies: moves rows[place(arange(n))] without that copy.
-        Not for "ragged", whose slices must lie together.
+      place: index into `rows` of each number that the slices count in: moves rows[place(arange(n))] without that copy.
+        Not for "ragged", whose slices must be contiguous.
 
     Returns:
       [num_rows, d], zero where nothing lands.

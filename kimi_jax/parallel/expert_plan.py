@@ -63,12 +63,12 @@ def by_rank(x: jax.Array) -> jax.Array:
 
 
 def plan(counts: jax.Array, balance: Balance = "exact") -> Plan:
-    """Who computes what.
+    """Which rank computes how many rows of each expert.
 
     Up to R - 1 times, the most overloaded home rank hands the emptiest rank exactly the rows that fill it. So each rank
     is filled once and borrows from one home. Then the experts of a home, by falling load, and its receivers, by falling
-    amount and itself last, lie on one line, and a receiver computes what its interval overlaps: the busiest experts
-    leave, which takes the fewest weights along.
+    amount and itself last, are laid out on one line, and a receiver computes what its interval overlaps: the busiest
+    experts leave, which takes the fewest weights along.
 
     Args:
       counts: [R, E] integers: how many pairs of each source rank chose each expert. The total divides by R.
@@ -130,7 +130,7 @@ def routes(indices: jax.Array, num_experts: int, axis: str, balance: Balance, bl
     (r, m), me = order.shape, jax.lax.axis_index(axis)
     ranks, local = jnp.arange(r, dtype=jnp.int32), jnp.arange(m, dtype=jnp.int32)
 
-    # The rows of expert e, by source and then by destination: both cut the same line.
+    # The rows of expert e, by source and then by destination: both divide the same line.
     begin, cut = _before(counts, 0), _before(alloc, 1)
     size = jnp.sum(_overlap(begin[..., None], counts[..., None], cut, alloc), axis=1, dtype=jnp.int32)  # [r, r]
     rows = Traffic(_before(size, 1), size, _before(size, 0))

@@ -28,7 +28,7 @@ def make_mesh(config: configs.Mesh, devices: Sequence[Any] | None = None) -> jax
 
     Args:
         config: size of each axis.
-        devices: what to lay the mesh over; the process's by default.
+        devices: what the mesh is laid over; the process's by default.
 
     Raises:
         ConfigError: there are fewer devices than the mesh has; or, over several processes, more.

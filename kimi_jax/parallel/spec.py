@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from kimi_jax.config import ConfigError, Rules
 
 WHOLE = ("head_dim", "conv", "width", "latent", "rank_out", "router", "repeats", "length", "slots", "tail")
-"""Logical axes that no rule may cut."""
+"""Logical axes that are never sharded."""
 
 
 def spec_for(rules: Rules, names: Iterable[str], sizes: dict[str, int]) -> P:
@@ -82,7 +82,7 @@ def spec_of(x) -> P:
 
 
 def mesh_axes_of(*arrays) -> tuple[str, ...]:
-    """All mesh axes that the arrays' types are cut over, in order of the mesh."""
+    """All mesh axes that the arrays' types are sharded over, in order of the mesh."""
     used = {axis for x in arrays for part in spec_of(x) for axis in axes_of(part)}
     return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in used)
 
@@ -95,7 +95,7 @@ def per_device(f: Callable, out_specs) -> Callable:
         out_specs: the partition of each result.
 
     Returns:
-        A function of whole arrays, whose types say how they are cut; without a mesh, `f`.
+        A function of global arrays, whose types say how they are sharded; without a mesh, `f`.
     """
 
     def run(*args):

@@ -73,7 +73,7 @@ def linear_cross_entropy(
 
 
 class _HeadAxes(NamedTuple):
-    """Mesh axes that the head's width, its vocabulary, and tokens are cut over."""
+    """Mesh axes that the head's width, its vocabulary, and tokens are sharded over."""
 
     width: Axes
     vocab: Axes
@@ -98,7 +98,7 @@ def _summed_fwd(x, head, targets, weights, axes, chunk_size):
     loss, grads = _sums(x, head, targets, weights, axes, chunk_size, gradients=True)
     assert grads is not None
     d_x, d_head, d_weights = grads
-    # Summed at once, so that the whole gradient is not kept: what it is still to be multiplied by is one number.
+    # Summed at once, so that the full gradient is not kept: it is still to be multiplied by one number only.
     d_head = sum_scatter(d_head, axes.width, 0)
     d_head = _psum(d_head, tuple(axis for axis in axes.rows if axis in varying(d_head) - varying(head)))
     return loss, (d_x, d_head, d_weights, jnp.zeros(0, x.dtype), jnp.zeros(0, head.dtype))

@@ -139,7 +139,7 @@ def in_groups(x: jax.Array, axis: int) -> tuple[jax.Array, int]:
 
 @partial(jax.jit, static_argnums=(0, 2, 3, 4), inline=True)
 def by_shard(f: Callable, args: Sequence[jax.Array], outs: int, sides: tuple[int, ...], settings: tuple):
-    """f(*args, *settings), with so many results, on each shard of arrays that are cut alike.
+    """f(*args, *settings), with so many results, on each shard of arrays that are sharded alike.
 
     `sides` are those of a block, in the last axes of the first array.
     """

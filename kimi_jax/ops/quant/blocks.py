@@ -29,7 +29,7 @@ def fp8_block_encode(w: jax.Array, *, nonfinite: NonFinite = "error") -> tuple[j
     w = q scale_inv, scale_inv = amax / 448, or 1 for a square of zeros.
 
     Args:
-      w: [.., o, i] floats. Squares at the edges may be smaller; where an axis is cut, shards divide by 128.
+      w: [.., o, i] floats. Squares at the edges may be smaller; where an axis is sharded, shards divide by 128.
       nonfinite: see the module.
 
     Returns:
@@ -119,7 +119,7 @@ def int4_encode(
     w = (nibble - 8) scale, scale = amax / 7 in its dtype, or 1 for a group of zeros.
 
     Args:
-      w: [.., o, i] floats; i divides by 32, on every shard where it is cut.
+      w: [.., o, i] floats; i divides by 32, on every shard where it is sharded.
       scale_dtype: bfloat16 or float16.
       nonfinite: see the module.
 

@@ -60,7 +60,7 @@ def mxfp4_encode(x: jax.Array, rule: Rule = "rceil", *, nonfinite: NonFinite = "
     x = +-{0, 0.5, 1, 1.5, 2, 3, 4, 6} 2^(scale - 127), to nearest, ties to even.
 
     Args:
-      x: [.., k] floats; k divides by 32, on every shard where it is cut.
+      x: [.., k] floats; k divides by 32, on every shard where it is sharded.
       rule: see `Rule`.
       nonfinite: see the module.
 
@@ -117,7 +117,7 @@ def mxfp8_encode(x: jax.Array, rule: Rule = "rceil", *, nonfinite: NonFinite = "
     """Encodes blocks of 32 values as MXFP8: 8-bit floats (E4M3) and a power of two.
 
     Args:
-      x: [.., k] floats; k divides by 32, on every shard where it is cut.
+      x: [.., k] floats; k divides by 32, on every shard where it is sharded.
       rule, nonfinite: as in `mxfp4_encode`.
 
     Returns:
