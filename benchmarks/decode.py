@@ -67,9 +67,10 @@ def load_ours(folder: Path):
 
     from kimi_jax.infer.generate import decode, prefill
     from kimi_jax.model.cache import init_cache
-    from kimi_jax.store.read import load_release
+    from kimi_jax.store.open import open_model
 
-    model, config = load_release(folder)
+    model, whole, _ = open_model(folder, dtype="float32")
+    config = whole.model
     likeliest = jax.jit(lambda logits: jnp.argmax(logits, -1))
 
     def start(prompts):

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from kimi_jax.config import Config, ModelConfig, TokenizerConfig, load_config
 from kimi_jax.data import pipeline
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import arrays, declarations, with_arrays
+from kimi_jax.model.kimi import Kimi, declared
+from kimi_jax.model.param import arrays, with_arrays
 from kimi_jax.ops.quant.qtensor import QTensor
 from kimi_jax.store.open import open_model
 from kimi_jax.train.evaluate import evaluate_batches
@@ -96,8 +96,8 @@ def main():
                 if config is plain or None not in formats:
                     rows[config.name, name] = bits(loaded, formatted(loaded.model, *formats), params, batches)
         # What the last run exports: packed experts, decoded as they are needed.
-        declared = declarations(model)
-        packed = {name: QTensor.encode(w) if declared[name].axes[0] == "experts" else w for name, w in params.items()}
+        experts = {name for name, each in declared(model.config).items() if each.axes[0] == "experts"}
+        packed = {name: QTensor.encode(w) if name in experts else w for name, w in params.items()}
         exported = formatted(loaded.model, None, "mxfp8")
         rows["qat", "packed export"] = bits(loaded, exported, packed, batches)
         a, b = (

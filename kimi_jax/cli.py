@@ -201,24 +201,26 @@ def _source_last(argv: Sequence[str]) -> list[str]:
 def generate(argv: Sequence[str]) -> None:
     with _plain_errors():
         args = tyro.cli(GenerateArgs, args=argv, prog="kimi-jax generate")
-        from kimi_jax.infer.generate import continue_text
+        from kimi_jax.infer.sampling import Sampling
+
+        names = ("temperature", "top_p", "max_new_tokens", "seed")
+        sampling = Sampling(**{name: getattr(args, name) for name in names})  # checked before JAX starts
+        from kimi_jax.infer.generate import stream_text
         from kimi_jax.parallel.mesh import make_mesh, on_mesh
+        from kimi_jax.store.open import needed_tokenizer, open_model
 
         with on_mesh(make_mesh(args.mesh)):
-            pieces = continue_text(
-                args.checkpoint,
-                args.prompt,
-                step=args.step,
-                max_new_tokens=args.max_new_tokens,
-                temperature=args.temperature,
-                top_p=args.top_p,
-                seed=args.seed,
-            )
-            first = next(pieces)  # a mistake shows before anything is printed
-            print(args.prompt + first, end="", flush=True)
-            for text in pieces:
-                print(text, end="", flush=True)
-            print()
+            opened = open_model(args.checkpoint, step=args.step, packed=True)
+            coder = needed_tokenizer(args.checkpoint, opened)
+            pieces = stream_text(opened.model, coder, args.prompt, sampling, rules=opened.config.rules)
+            try:
+                first = next(pieces)  # a mistake shows before anything is printed
+                print(args.prompt + first, end="", flush=True)
+                for text in pieces:
+                    print(text, end="", flush=True)
+                print()
+            except FloatingPointError as error:
+                _fail(str(error))
 
 
 def convert(argv: Sequence[str]) -> None:

@@ -22,14 +22,14 @@ if find_spec("kimi_jax") is None:
 # %%
 from dataclasses import replace
 
-import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
 from kimi_jax.analysis import sizes
 from kimi_jax.config import TokenizerConfig, load_config
 from kimi_jax.infer.generate import generate
-from kimi_jax.store.open import open_with_tokenizer
+from kimi_jax.infer.sampling import Sampling
+from kimi_jax.store.open import open_model
 from kimi_jax.train import metrics
 from kimi_jax.train.loop import run_training
 
@@ -154,13 +154,12 @@ plt.show()
 # repeats itself; at 0.8, `top_p` leaves out the unlikely tail.
 
 # %%
-model, _, tokenizer = open_with_tokenizer(folder)
+model, _, tokenizer = open_model(folder)
 prompts = ["def ", "import ", "class Parser:\n    def __init__(self"]
 tokens = [[tokenizer.bos_id, *map(int, tokenizer.encode(prompt))] for prompt in prompts]
-greedy = generate(model, tokens, max_new_tokens=64, stop=(tokenizer.eos_id,))
-drawn = generate(
-    model, tokens, max_new_tokens=64, stop=(tokenizer.eos_id,), temperature=0.8, top_p=0.95, key=jax.random.key(0)
-)
+greedily = Sampling(max_new_tokens=64, stop=tokenizer.stop_ids)
+greedy = generate(model, tokens, greedily)
+drawn = generate(model, tokens, replace(greedily, temperature=0.8, top_p=0.95, seed=0))
 for name, continuations in (("temperature 0", greedy), ("temperature 0.8", drawn)):
     for prompt, continuation in zip(prompts, continuations, strict=True):
         print(f"--- {name}\n{prompt}{tokenizer.decode(continuation)}")

@@ -37,8 +37,8 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_jax.analysis import hlo
 from kimi_jax.config import ConfigError, Mesh, Rules, load_config
-from kimi_jax.model.kimi import Kimi, init
-from kimi_jax.model.param import arrays, declarations
+from kimi_jax.model.kimi import declared, init
+from kimi_jax.model.param import arrays
 from kimi_jax.parallel import context
 from kimi_jax.parallel.batch import batch_sharding, to_devices
 from kimi_jax.parallel.expert_plan import plan, routes
@@ -105,7 +105,7 @@ config = replace(
     data=replace(base.data, sequence_length=64, batch_size=8),
 )
 WEIGHT, EXPERTS = "segments.0.runs.0.attention.w_q", "segments.1.runs.0.mlp.w_gate"
-declared = declarations(Kimi(config.model))
+parameters = declared(config.model)
 
 text = np.random.default_rng(0).integers(3, 256, (8, 65), dtype=np.int32)
 batch = {
@@ -151,9 +151,9 @@ def tour(**axes):
         params = arrays(init(here.model, here.train.seed, here.rules))
         placed = to_devices(batch, batch_sharding(here))
         if mesh is not None:
-            draw("weight: ", declared[WEIGHT].axes, params[WEIGHT])
+            draw("weight: ", parameters[WEIGHT].axes, params[WEIGHT])
             draw("batch:  ", ("batch", "time"), placed["tokens"])
-            draw("experts:", declared[EXPERTS].axes, params[EXPERTS])
+            draw("experts:", parameters[EXPERTS].axes, params[EXPERTS])
         compiled = jax.jit(make_eval_step(here)).lower(params, placed).compile()
         nats, tokens = compiled(params, placed)
     title = title or "one device"

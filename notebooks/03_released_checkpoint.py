@@ -29,14 +29,14 @@ import json
 import shutil
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
 from kimi_jax.config import Source, load_config
 from kimi_jax.data import sources
-from kimi_jax.infer.generate import generate, sample_text
+from kimi_jax.infer.generate import generate, stream_text
+from kimi_jax.infer.sampling import Sampling
 from kimi_jax.model.kimi import init
 from kimi_jax.model.param import arrays, with_arrays
 from kimi_jax.ops.quant import mx
@@ -237,7 +237,7 @@ print(*[control.get(i) or repr(coder.decode([i])) for i in tokens])
 answers = {}
 for path, packed in ((hub, False), (converted, True)):
     model, _, _ = open_model(path, packed=packed)
-    (answers[path],) = generate(model, [tokens], max_new_tokens=24, stop=coder.stop_ids)
+    (answers[path],) = generate(model, [tokens], Sampling(max_new_tokens=24, stop=coder.stop_ids))
 assert answers[hub] == answers[converted]
 print(repr(coder.decode(answers[hub])))
 
@@ -246,7 +246,7 @@ print(repr(coder.decode(answers[hub])))
 # and half a character is never printed.
 
 # %%
-for piece in sample_text(model, coder, "def ", max_new_tokens=24, temperature=0.8, key=jax.random.key(1)):
+for piece in stream_text(model, coder, "def ", Sampling(temperature=0.8, max_new_tokens=24, seed=1)):
     print(piece, end="", flush=True)
 
 # %% [markdown]

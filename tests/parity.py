@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from kimi_jax.config import Config, DataConfig, Mesh, OptimConfig, RoPEConfig, TrainConfig
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import declarations, partitions
+from kimi_jax.model.kimi import declared
+from kimi_jax.model.param import partitions
 from kimi_jax.optim.build import rule_label
 from kimi_jax.parallel.batch import batch_sharding, to_devices
 from kimi_jax.parallel.mesh import current_mesh, make_mesh, on_mesh
@@ -108,7 +108,7 @@ def run(config: Config) -> dict[str, np.ndarray]:
     with jax.enable_x64(config.model.dtype == "float64"), on_mesh(make_mesh(config.mesh)):
         optimizer = make_optimizer(config)
         state = init_state(config, optimizer)
-        before, declared = state.params, declarations(Kimi(config.model))
+        before = state.params
         cut = batch_sharding(config)
         step = jax.jit(make_step(config, optimizer))
         result: dict[str, np.ndarray] = {}
@@ -124,7 +124,7 @@ def run(config: Config) -> dict[str, np.ndarray]:
         assert_cut(config, state)
         for name, value in state.params.items():
             change = np.asarray(value) - np.asarray(before[name])
-            result[f"{rule_label(declared[name].rule).partition('_')[0]}.{name}"] = change
+            result[f"{rule_label(declared(config.model)[name].rule).partition('_')[0]}.{name}"] = change
         return result
 
 
@@ -133,7 +133,7 @@ def assert_cut(config: Config, state) -> None:
     mesh = current_mesh()
     if mesh is None:
         return
-    expected = partitions(Kimi(config.model), config.rules, dict(mesh.shape))
+    expected = partitions(declared(config.model), config.rules, dict(mesh.shape))
     assert {name: spec_of(value) for name, value in state.params.items()} == expected
     for name, value in flatten(state.opt).items():
         owner = next((path for path in expected if name.endswith("." + path)), None)

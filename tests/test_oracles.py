@@ -20,6 +20,7 @@ import pytest
 
 from kimi_jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPEConfig, load_config
 from kimi_jax.infer.generate import generate
+from kimi_jax.infer.sampling import Sampling
 from kimi_jax.model.kimi import Kimi, bias_layers, init
 from kimi_jax.model.param import arrays, with_arrays
 from kimi_jax.store import released_config
@@ -180,7 +181,7 @@ def answers(model: Kimi) -> Answers:
     rows: list[tuple] = []
     for _ in range(20):
         prompts = rng.integers(0, config.vocab_size, (16, PROMPT))
-        tokens = np.concatenate([prompts, generate(model, prompts.tolist(), max_new_tokens=NEW)], axis=1)
+        tokens = np.concatenate([prompts, generate(model, prompts, Sampling(max_new_tokens=NEW))], axis=1)
         logits, aux = jax.tree.map(np.asarray, forward(model, tokens))
         ranked = np.sort(aux["router_scores"] + bias[:, None, None], axis=-1)[..., ::-1]
         k = config.moe.experts_per_token

@@ -29,8 +29,8 @@ from kimi_jax.config import Config, ConfigError
 from kimi_jax.config import Mesh as MeshConfig
 from kimi_jax.infer import generate as generation
 from kimi_jax.model.cache import cache_shapes
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import arrays, declarations, place
+from kimi_jax.model.kimi import Kimi, declared
+from kimi_jax.model.param import shapes, with_arrays
 from kimi_jax.parallel.mesh import make_mesh, on_mesh
 from kimi_jax.parallel.processes import quiet_libtpu
 from kimi_jax.parallel.spec import axes_of, placed, spec_for
@@ -352,9 +352,10 @@ def _lowered(config: Config, mesh, step: Step, rows: int | None):
         return training_step(config).lower(state, batch), sizes, flops.train(config)
     config = replace(config, rules=generation.generation_rules(config.rules))
     rows = rows or math.prod(getattr(config.mesh, axis) for axis in config.rules.batch)
-    model = place(Kimi(config.model), config.rules)
+    params = shapes(declared(config.model), config.rules)
+    model = with_arrays(Kimi(config.model), params)
     cache = cache_shapes(config.model, rows, length, config.rules)
-    sizes = {"parameters": device_bytes(arrays(model)), "cache": device_bytes(cache)}
+    sizes = {"parameters": device_bytes(params), "cache": device_bytes(cache)}
     if step == "prefill":
         batch = _batch(config, mesh, rows, length)
         lowered = generation.prefill.lower(model, cache, batch["tokens"], batch["segment_ids"])
@@ -387,16 +388,14 @@ def _least_traffic(config: Config, step: Step, axes: dict[str, int], sizes: dict
     """Bytes that must pass a device's HBM at least: weights in the compute dtype, as whole as products take them,
     once for each pass of each micro-batch; then the state once in and once out, or the cache once."""
     gathered = replace(config.rules, embed=(), rank=(), gate_rank=(), expert_latent=())
-    model = Kimi(config.model)
     width = jnp.dtype(config.model.dtype).itemsize
     weights = 0
-    for name, value in arrays(model).items():
+    for name, each in declared(config.model).items():
         if name == "embed":
             continue
-        declared = declarations(model)[name]
-        parts = spec_for(gathered, declared.axes, axes)
+        parts = spec_for(gathered, each.axes, axes)
         ways = math.prod(axes[axis] for part in parts for axis in axes_of(part))
-        weights += width * math.prod(value.shape) // ways
+        weights += width * each.size // ways
     if step != "train":
         return weights + sizes["cache"]
     passes = 3 + (config.model.remat == "full")  # forward, again, and two products backward

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kimi_jax.config import Config, ModelConfig
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import arrays, declarations
+from kimi_jax.model.kimi import declared
 from kimi_jax.model.stacks import starts_block
 from kimi_jax.ops.attention import KEY_BLOCK, QUERY_BLOCK
 from kimi_jax.optim.build import table
@@ -114,8 +113,7 @@ def newton_schulz(model: ModelConfig) -> int:
 
     An iteration on a matrix of m x n, m the smaller side, makes A = X X^T, A A and (b A + c A A) X: 4 m^2 n + 2 m^3.
     """
-    module = Kimi(model)
-    rows = table(declarations(module), {name: value.shape for name, value in arrays(module).items()})
+    rows = table(declared(model))
     sides = [(row.blocks, min(row.block), max(row.block)) for row in rows if row.block is not None]
     return NEWTON_SCHULZ_STEPS * sum(blocks * (4 * m * m * n + 2 * m**3) for blocks, m, n in sides)
 

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from kimi_jax.config import Config, ModelConfig
 from kimi_jax.model.cache import KDACache, MLACache, init_cache
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import arrays, count, declarations, named_params
+from kimi_jax.model.kimi import declared
 from kimi_jax.model.stacks import segments
 from kimi_jax.optim.build import table
 from kimi_jax.parallel.batch import batch_sharding
@@ -58,20 +57,17 @@ class Counts:
 
 def components(config: ModelConfig) -> list[Component]:
     """Every parameter, layers of one kind together."""
-    model = Kimi(config)
     merged: dict[tuple[str, str, tuple, tuple], int] = {}
-    for name, variable in named_params(model).items():
-        declared, shape = declarations(model)[name], variable.get_value().shape
-        group, stack = "model", ()
+    for name, each in declared(config).items():
+        group = "model"
         if name.startswith("segments."):
             _, i, _, j, name = name.split(".", 4)
             segment = segments(config)[int(i)]
             mlp = "dense MLP" if segment.dense else "experts"
             mixer = segment.runs[int(j)].mixer.upper()
             group = {"attention": mixer, "mlp": mlp}.get(name.split(".")[0], "norms and mixes")
-            stack = shape[:2]
-        key = (group, name, declared.axes, shape[len(stack) :])
-        merged[key] = merged.get(key, 0) + math.prod(stack)
+        key = (group, name, each.axes, each.shape[len(each.stack) :])
+        merged[key] = merged.get(key, 0) + math.prod(each.stack)
     return sorted(
         (Component(*key, layers) for key, layers in merged.items()), key=lambda part: _ORDER.index(part.group)
     )
@@ -131,12 +127,10 @@ def _shapes(model: ModelConfig) -> str:
 
 def optimizer_table(config: Config) -> str:
     """The text of `kimi-jax inspect NAME --optim`: the rule of every parameter."""
-    model = Kimi(config.model)
-    shapes = {name: value.shape for name, value in arrays(model).items()}
     lines = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("parameter", "shape", "rule", "block", "blocks", "QK-Clip"):
         lines.add_column(title, justify="right" if title == "blocks" else "left")
-    for row in table(declarations(model), shapes):
+    for row in table(declared(config.model)):
         block = "" if row.block is None else f"{row.block[0]} x {row.block[1]}"
         clip = "" if row.clip is None else ", ".join(f"{width}: gamma^{power:g}" for width, power in row.clip.parts)
         shape = " x ".join(map(str, row.shape))
@@ -156,9 +150,10 @@ def dry_run(config: Config) -> str:
     cut = _per_device(config)  # first: it refuses
     whole = abstract_state(config, make_optimizer(config))
     params, optimizer = host_bytes(whole.params), host_bytes(whole.opt)
+    found = counts(config.model)
     lines = [
         _shapes(config.model),
-        f"model: {count(Kimi(config.model)):,} parameters, {counts(config.model).active:,} active a token",
+        f"model: {found.total:,} parameters, {found.active:,} active a token",
         f"batch: {data.batch_size} rows x {data.sequence_length} tokens = {tokens:,} tokens a step, "
         f"in {train.accumulation} micro-batches of {rows} rows",
         f"steps: {train.steps:,}, {train.steps * tokens:,} tokens",

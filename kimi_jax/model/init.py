@@ -1,14 +1,20 @@
-"""Initial values of parameters: functions of a NumPy generator and a shape."""
+"""Initial values of parameters: functions of a NumPy generator and a shape.
+
+An initialiser is part of a model's tree definition, so equal arguments give the same function: two models of one config
+then share their compiled programs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
 Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
+@cache
 def normal(std: float) -> Init:
     return lambda rng, shape: rng.standard_normal(shape, np.float32) * np.float32(std)
 
@@ -21,10 +27,12 @@ def ones(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return np.ones(shape, np.float32)
 
 
+@cache
 def uniform(bound: float) -> Init:
     return lambda rng, shape: rng.uniform(-bound, bound, shape)
 
 
+@cache
 def log_uniform(low: float, high: float) -> Init:
     """log U(low, high): A_log of Kimi Linear (Mamba-2)."""
     return lambda rng, shape: np.log(rng.uniform(low, high, shape))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from kimi_jax.model.cache import Cache, advance
 from kimi_jax.model.init import normal
 from kimi_jax.model.layer import AttnResidual, Layer, Places, RMSNorm
 from kimi_jax.model.mla import Slots
-from kimi_jax.model.param import declarations, einsum, materialise, param, place
+from kimi_jax.model.param import Declaration, einsum, filled, named_params, param, shapes, with_arrays
 from kimi_jax.model.rules import AdamW
 from kimi_jax.model.scan import Walk
 from kimi_jax.model.stacks import Segment, num_blocks, segments
@@ -179,7 +181,25 @@ class Kimi(nnx.Module):
 
 def init(config: ModelConfig, seed: int = 0, rules: Rules | None = None) -> Kimi:
     """A model with initial parameters, on the current mesh if there is one; a function of config and seed alone."""
-    return materialise(place(Kimi(config), rules or Rules()), seed)
+    return with_arrays(Kimi(config), filled(declared(config), shapes(declared(config), rules), seed))
+
+
+@lru_cache(maxsize=64)
+def declared(config: ModelConfig) -> Mapping[str, Declaration]:
+    """Dotted path of every parameter -> what it is: shape, dtype, axes, initialiser, optimizer rule, QK-Clip.
+
+    In the order of `param.arrays`. Answers without building a model, once the first call has.
+
+    >>> from kimi_jax.config import load_config
+    >>> parameters = declared(load_config("k3").model)
+    >>> sum(each.size for each in parameters.values())
+    2778158653824
+    >>> parameters["head"].axes, parameters["head"].shape
+    (('embed', 'vocab'), (7168, 163840))
+    """
+    return MappingProxyType(
+        {name: variable.get_metadata()["declared"] for name, variable in named_params(Kimi(config)).items()}
+    )
 
 
 def bias_layers(config: ModelConfig) -> dict[str, np.ndarray]:
@@ -192,15 +212,14 @@ def bias_layers(config: ModelConfig) -> dict[str, np.ndarray]:
     }
 
 
-def clip_rows(model: Kimi) -> dict[str, np.ndarray]:
+def clip_rows(config: ModelConfig) -> dict[str, np.ndarray]:
     """Path of each parameter that QK-Clip scales -> rows of `max_logits` of its layers, `[repeats, run length]`."""
-    mla = model.config.mla_layers
     return {
-        name: np.searchsorted(mla, segment.layers(j))
-        for i, segment in enumerate(segments(model.config))
+        name: np.searchsorted(config.mla_layers, segment.layers(j))
+        for i, segment in enumerate(segments(config))
         for j in range(len(segment.runs))
-        for name, declared in declarations(model).items()
-        if declared.clip is not None and name.startswith(f"segments.{i}.runs.{j}.")
+        for name, each in declared(config).items()
+        if each.clip is not None and name.startswith(f"segments.{i}.runs.{j}.")
     }
 
 
@@ -212,10 +231,23 @@ def _in_layer_order(parts: list[tuple[np.ndarray, jax.Array]]) -> jax.Array:
 
 
 def _check_inputs(config, tokens, segment_ids, positions, cache: Cache | None, collect: Sequence[str]) -> None:
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers [batch, time], got {tokens.dtype}{list(tokens.shape)}")
+    for name, value in (("tokens", tokens), ("segment_ids", segment_ids), ("positions", positions)):
+        if value is not None and not (hasattr(value, "ndim") and hasattr(value, "dtype")):
+            raise ValueError(f"{name} must be an array [batch, time], got {value!r:.60}; pass np.array([[11, 12, 13]])")
+    if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens must be integers [batch, time], got {tokens.dtype}{list(tokens.shape)}; "
+            "one row of tokens is tokens[None]"
+        )
+    if isinstance(tokens, np.ndarray):  # what is on a device is not fetched to be looked at: there, wrong ids give NaN
+        outside = (tokens < 0) | (tokens >= config.vocab_size)
+        if outside.any():
+            place = tuple(map(int, np.argwhere(outside)[0]))
+            raise ValueError(f"tokens{list(place)} is {tokens[place]}, outside the vocabulary of {config.vocab_size}")
     if segment_ids is not None and segment_ids.shape != tokens.shape:
         raise ValueError(f"segment_ids {list(segment_ids.shape)} must have the shape of tokens {list(tokens.shape)}")
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"segment_ids must be integers, 0 for padding, got {segment_ids.dtype}; use .astype(np.int32)")
     if positions is not None and config.mla.rope is None:
         raise ValueError("positions were given to a model without them; set model.mla.rope, or leave them out")
     if positions is not None and (positions.shape != tokens.shape or not jnp.issubdtype(positions.dtype, jnp.integer)):

@@ -1,14 +1,15 @@
 """`param` declares a parameter once: shape, axes, initialiser, dtype and how the optimizer sees it.
 
 A module's parameters are declared as shapes (`jax.ShapeDtypeStruct`), so building any model, 2.78 T parameters
-included, allocates nothing; `materialise` fills them. Axes in a rule are negative (counted from the right), so
-that stacking layers in front never changes what a rule means.
+included, allocates nothing; `kimi.init` fills them. Axes in a rule are negative (counted from the right), so
+that stacking layers in front never changes what a rule means. `kimi.declared` lists what a config's parameters are.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,12 +33,26 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class Declaration:
-    """What `param` was told, kept as the variable's metadata."""
+    """All that is known of a parameter before it has values; kept as the variable's metadata."""
 
+    shape: tuple[int, ...]
+    """Stacked layers in front, then one number for each of `axes`."""
+    dtype: np.dtype
     axes: tuple[str, ...]
+    """Logical names of the axes of one layer's parameter."""
     init: Init
     rule: Rule
     clip: QKClip | None
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Leading axes of layers that are scanned over."""
+        return self.shape[: len(self.shape) - len(self.axes)]
+
+    @property
+    def size(self) -> int:
+        """Number of scalars."""
+        return math.prod(self.shape)
 
 
 def param(
@@ -68,8 +83,8 @@ def param(
         raise ValueError(f"rows {rule.rows} and cols {rule.cols} of a Muon rule overlap")
     if isinstance(rule, Muon) and min(rule.rows + rule.cols) < -len(shape):
         raise ValueError(f"a Muon rule over axes {rule.rows}, {rule.cols} reaches outside shape {shape}")
-    declared = Declaration(names, init, rule, clip)
-    return nnx.Param(jax.ShapeDtypeStruct((*stack, *shape), dtype), declared=declared)
+    declared = Declaration((*stack, *shape), np.dtype(dtype), names, init, rule, clip)
+    return nnx.Param(jax.ShapeDtypeStruct(declared.shape, declared.dtype), declared=declared)
 
 
 def named_params(module: nnx.Module) -> dict[str, nnx.Param]:
@@ -96,59 +111,45 @@ def with_arrays(module: Tree, values: dict[str, jax.Array]) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(module, is_leaf=_is_packed), [values[name] for name in names])
 
 
-def declarations(module: nnx.Module) -> dict[str, Declaration]:
-    """Dotted path -> what `param` was told."""
-    return {name: variable.get_metadata()["declared"] for name, variable in named_params(module).items()}
-
-
-def partitions(module: nnx.Module, rules: Rules, sizes: dict[str, int]) -> dict[str, P]:
-    """Dotted path -> how the parameter is cut over mesh axes of these sizes.
+def partitions(declared: Mapping[str, Declaration], rules: Rules, sizes: dict[str, int]) -> dict[str, P]:
+    """Dotted path -> how the parameter is sharded over mesh axes of these sizes.
 
     Raises:
         ConfigError: an axis that the mesh does not divide, or two axes of one parameter on one mesh axis.
     """
     result = {}
-    for name, variable in named_params(module).items():
-        declared: Declaration = variable.get_metadata()["declared"]
-        shape = variable.get_value().shape
-        stack = len(shape) - len(declared.axes)
-        partition = spec_for(rules, declared.axes, sizes)
-        check_divides(name, declared.axes, shape[stack:], partition, sizes)
-        result[name] = P(*[None] * stack, *partition)
+    for name, each in declared.items():
+        partition = spec_for(rules, each.axes, sizes)
+        check_divides(name, each.axes, each.shape[len(each.stack) :], partition, sizes)
+        result[name] = P(*[None] * len(each.stack), *partition)
     return result
 
 
-def place(module: Tree, rules: Rules) -> Tree:
-    """The module's shapes with their shardings on the current mesh; the module itself without one."""
+def shapes(declared: Mapping[str, Declaration], rules: Rules | None = None) -> dict[str, Any]:
+    """Dotted path -> `jax.ShapeDtypeStruct`, with its sharding on the current mesh if there is one."""
     mesh = current_mesh()
     if mesh is None:
-        return module
-    cut = partitions(module, rules, dict(mesh.shape))  # type: ignore[arg-type]
-    shapes = arrays(module)  # type: ignore[arg-type]
-    return with_arrays(
-        module,
-        {
-            name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=NamedSharding(mesh, cut[name]))  # type: ignore[arg-type]
-            for name in shapes
-        },
-    )
+        return {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in declared.items()}
+    return {
+        name: jax.ShapeDtypeStruct(declared[name].shape, declared[name].dtype, sharding=NamedSharding(mesh, partition))
+        for name, partition in partitions(declared, rules or Rules(), dict(mesh.shape)).items()
+    }
 
 
-def materialise(module: Tree, seed: int) -> Tree:
-    """Fills declared shapes with initial values, each process what its devices hold.
+def filled(
+    declared: Mapping[str, Declaration], like: Mapping[str, jax.ShapeDtypeStruct], seed: int
+) -> dict[str, jax.Array]:
+    """Initial values with the shapes and shardings of `like`, each process what its devices hold.
 
     Each layer's parameter (each expert's, too) draws from its own NumPy generator, seeded by `seed`, the path and
     the layer, so that values depend neither on the order of parameters, nor on the mesh, nor on the platform.
     """
-    values = {}
-    for name, variable in named_params(module).items():  # type: ignore[arg-type]
-        values[name] = _filled(name, variable.get_metadata()["declared"], variable.get_value(), seed)
-    return with_arrays(module, values)
+    return {name: _filled(name, each, like[name], seed) for name, each in declared.items()}
 
 
 def _filled(name: str, declared: Declaration, like: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
     shape, sharding = like.shape, like.sharding
-    lead = len(shape) - len(declared.axes) + (declared.axes[0] == "experts")  # axes of blocks with their own numbers
+    lead = len(declared.stack) + (declared.axes[0] == "experts")  # axes of blocks with their own numbers
     whole = (slice(None),) * len(shape)
     held: Any = {None: whole} if sharding is None else sharding.addressable_devices_indices_map(shape)
     bounds = {d: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)) for d, index in held.items()}

@@ -181,7 +181,7 @@ def sign_bias(load: jax.Array, bias: jax.Array, *, rate: float) -> jax.Array:
     """The older rule: a fixed step towards an even load, b += rate * sign(mean(load) - load).
 
     Args:
-      load: [e] tokens that each expert received in the step.
+      load: [e] integers, the tokens that each expert received in the step.
       bias: [e].
       rate: the step (DeepSeek-V3 and K2: 1e-3).
 
@@ -190,8 +190,13 @@ def sign_bias(load: jax.Array, bias: jax.Array, *, rate: float) -> jax.Array:
 
     Source: DeepSeek-V3 report (arXiv 2412.19437), section 2.1.2.
     """
-    load = load.astype(jnp.promote_types(bias.dtype, jnp.float32))
-    return bias + (rate * jnp.sign(jnp.mean(load) - load)).astype(bias.dtype)
+    # In integers, as float32 cannot tell loads above 2^24 apart, and without the sum, which may not fit in 32 bits:
+    # mean(load) = quotient + rest / e with 0 <= rest < e.
+    num_experts = load.size
+    quotient, rest = jnp.sum(load // num_experts), jnp.sum(load % num_experts)
+    quotient, rest = quotient + rest // num_experts, rest % num_experts
+    direction = jnp.where(load == quotient, jnp.sign(rest), jnp.sign(quotient - load))
+    return bias + (rate * direction).astype(bias.dtype)
 
 
 def document_balance_loss(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -88,7 +89,7 @@ def _skippable(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
 
 def build(
     config: OptimConfig,
-    declarations: dict[str, Declaration],
+    declared: Mapping[str, Declaration],
     *,
     steps: int,
     mla_rows: dict[str, np.ndarray],
@@ -102,7 +103,7 @@ def build(
 
     Args:
         config: rates, betas, decay and the largest logit.
-        declarations: path -> what `param` was told, for every parameter.
+        declared: every parameter, by path; `model.kimi.declared`.
         steps: steps of the run, for the schedule.
         mla_rows: path -> rows of `max_logits`, for every parameter with a clip (see `qk_clip`).
         step_bytes: of `scale_by_muon`.
@@ -114,9 +115,9 @@ def build(
         caller's to drop: `where(accept, params + updates, params)` is elementwise and needs no copy.
         State and updates are at least float32, and sharded as the parameters are.
     """
-    labels = {path: rule_label(declared.rule) for path, declared in declarations.items()}
-    rules = {path: declared.rule for path, declared in declarations.items() if isinstance(declared.rule, Muon)}
-    clips = {path: declared.clip for path, declared in declarations.items() if declared.clip is not None}
+    labels = {path: rule_label(each.rule) for path, each in declared.items()}
+    rules = {path: each.rule for path, each in declared.items() if isinstance(each.rule, Muon)}
+    clips = {path: each.clip for path, each in declared.items() if each.clip is not None}
     adam = optax.scale_by_adam(config.adam_b1, config.adam_b2, eps=1e-8)
     decay = optax.add_decayed_weights(config.weight_decay)
     groups = {
@@ -134,7 +135,7 @@ def build(
     return _skippable(_at_least_float32(chain))
 
 
-def update_rms(updates: dict[str, jax.Array], declarations: dict[str, Declaration]) -> dict[str, jax.Array]:
+def update_rms(updates: dict[str, jax.Array], declared: Mapping[str, Declaration]) -> dict[str, jax.Array]:
     """Root mean square of the updates of each group of parameters that has any, `Balanced` ones apart.
 
     Sharded updates are summed where they lie; only sums cross the mesh.
@@ -142,7 +143,7 @@ def update_rms(updates: dict[str, jax.Array], declarations: dict[str, Declaratio
     squares: dict[str, list[jax.Array]] = {}
     sizes: dict[str, int] = {}
     for path, value in updates.items():
-        label = rule_label(declarations[path].rule)
+        label = rule_label(declared[path].rule)
         if label != "balanced":
             value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
             squares.setdefault(label, []).append(jnp.sum(value * value))
@@ -161,18 +162,13 @@ class OptimRow(NamedTuple):
     clip: QKClip | None
 
 
-def table(declarations: dict[str, Declaration], shapes: dict[str, tuple[int, ...]]) -> list[OptimRow]:
-    """How the optimizer sees each parameter, in the order of `declarations`.
-
-    Args:
-        declarations: path -> what `param` was told.
-        shapes: path -> shape, stacked layers included.
-    """
+def table(declared: Mapping[str, Declaration]) -> list[OptimRow]:
+    """How the optimizer sees each parameter, in the order of `declared`."""
     rows = []
-    for path, declared in declarations.items():
-        shape, block, blocks = tuple(shapes[path]), None, 0
-        if isinstance(declared.rule, Muon):
-            blocks, height, width = block_shape(shape, declared.rule)
+    for path, each in declared.items():
+        block, blocks = None, 0
+        if isinstance(each.rule, Muon):
+            blocks, height, width = block_shape(each.shape, each.rule)
             block = (height, width)
-        rows.append(OptimRow(path, shape, rule_label(declared.rule), block, blocks, declared.clip))
+        rows.append(OptimRow(path, each.shape, rule_label(each.rule), block, blocks, each.clip))
     return rows

@@ -22,8 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kimi_jax.config import Config, ConfigError, ModelConfig, at_step, from_dict, to_dict
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import arrays
+from kimi_jax.model.kimi import declared
 from kimi_jax.store import checkpoint, released_config, safetensors_files, sliced
 from kimi_jax.store.open import config_for, is_release, release_tokenizer
 from kimi_jax.store.read import Release
@@ -167,7 +166,7 @@ class _Exported:
         held = {name.removeprefix("params."): a for name, a in stored.items() if name.startswith("params.")}
         kinds = metadata.get("packed", {})
         problems = []
-        for name, like in arrays(Kimi(self.config)).items():
+        for name, like in declared(self.config).items():
             leaves = [f"{name}.packed", f"{name}.scale"] if name in kinds else [name]
             problems += [f"missing: {leaf}" for leaf in leaves if leaf not in held]
             if name in held and held[name].shape != like.shape:

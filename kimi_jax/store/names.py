@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import named_params
+from kimi_jax.model.kimi import declared
 from kimi_jax.model.stacks import segments
 from kimi_jax.ops.quant.bits import GROUP
 from kimi_jax.ops.quant.blocks import BLOCK
@@ -78,7 +77,7 @@ class Stored:
 
 def tensors(config: ModelConfig, root: str | None = None) -> Iterator[Tensor]:
     """Every tensor of the released model, without allocating any; `root` begins the names, by default the family's."""
-    ours = {name: variable.get_value().shape for name, variable in named_params(Kimi(config)).items()}
+    ours = {name: each.shape for name, each in declared(config).items()}
     if root is None:
         root = ROOT if is_nested(config) else ""
 

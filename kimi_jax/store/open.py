@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,10 @@ from kimi_jax.config import (
     at_step,
     from_dict,
 )
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import arrays, place, with_arrays
+from kimi_jax.config.model import Dtype
+from kimi_jax.files import FileError, read_json
+from kimi_jax.model.kimi import Kimi, declared
+from kimi_jax.model.param import arrays, shapes, with_arrays
 from kimi_jax.ops.quant.qtensor import QTensor
 from kimi_jax.parallel.spec import relay
 from kimi_jax.store import checkpoint, released_config
@@ -32,59 +33,95 @@ from kimi_jax.text.load import check_tokenizer, load_tokenizer
 from kimi_jax.text.tokenizer import RELEASED, Tokenizer
 
 
+class Opened(NamedTuple):
+    """A model and what belongs to it."""
+
+    model: Kimi
+    config: Config
+    """That of the checkpoint's step: with the experts' formats, where the run had reached them."""
+    tokenizer: Tokenizer | None
+    """None where the folder has none."""
+
+
 def is_release(path: str | Path) -> bool:
     """Whether a folder is a released directory, or what has been fetched of one: by its config.json."""
     try:
-        return "model_type" in json.loads((Path(path) / released_config.CONFIG).read_text())
-    except (OSError, ValueError):
+        return "model_type" in read_json(Path(path) / released_config.CONFIG)
+    except FileError:
         return any(Path(path).glob("*.safetensors*"))
 
 
 def open_model(
-    path: str | Path, step: int | None = None, *, dtype=None, packed: bool = False, rules: Rules | None = None
-) -> tuple[Kimi, Config, Tokenizer | None]:
-    """Opens a model on the current mesh: model, config, and tokenizer if there is one.
-
-    The config is that of the checkpoint's step: with the experts' formats, where the run had reached them.
+    path: str | Path, *, step: int | None = None, dtype=None, packed: bool = False, rules: Rules | None = None
+) -> Opened:
+    """Opens a model on the current mesh, whatever mesh wrote it.
 
     Args:
         path: folder of a run, of its checkpoints, of a conversion, or a released directory.
-        step: which checkpoint; the newest by default.
+        step: which checkpoint of a run; the newest by default.
         dtype: of parameters and compute; as stored by default.
         packed: routed experts that are quantized stay so; else they are decoded.
-        rules: how parameters are cut over the mesh; the config's by default.
+        rules: how parameters are sharded over the mesh; the config's by default.
+
+    Returns:
+        `model, config, tokenizer`; the tokenizer is None where there is none (see `needed_tokenizer`).
 
     Raises:
-        CheckpointError, ConfigError: there is none, or its arrays are not those of its config.
+        CheckpointError, ConfigError, FileError: there is none, or its arrays are not those of its config.
     """
-    path = Path(path)
+    path, dtype = Path(path), None if dtype is None else _dtype_name(dtype)
     if is_release(path):
+        if step is not None:
+            raise ConfigError(f"step={step}: {path} is a released directory, which has no steps; leave step out")
         model, model_config = load_release(path, dtype=dtype, packed=packed, rules=rules)
         config = config_for(path.resolve().name, model_config)
-        return model, config, release_tokenizer(path, config.model)
+        return Opened(model, config, release_tokenizer(path, config.model))
     folder = checkpoint.find(path)
     with checkpoint.opened(folder) as checkpoints:
         metadata = checkpoints.metadata(step)
         config = from_dict(Config, metadata["config"])
         config = at_step(config, (checkpoints.latest or 0) if step is None else step)
-        held: dict[str, Any] = arrays(place(Kimi(config.model), rules or config.rules))
+        held: dict[str, Any] = shapes(declared(config.model), rules or config.rules)
         for name, kind in metadata.get("packed", {}).items():
             stored = checkpoints.shapes(step)
             parts = {part: stored[f"params.{name}.{part}"] for part in PARTS}
             held[name] = packed_shape(name, held[name], kind, parts, decoded=not packed)
         params = checkpoints.restore({"params": held}, step)["params"]
     if dtype is not None:
-        dtype = jnp.dtype(dtype).name
         config = replace(config, model=replace(config.model, dtype=dtype, param_dtype=dtype))
-    template = place(Kimi(config.model), rules or config.rules)
-    for name, like in arrays(template).items():
+    for name, like in shapes(declared(config.model), rules or config.rules).items():
         value = params[name]
         if isinstance(value, QTensor) and not packed:
             params[name] = _decoder(jnp.dtype(like.dtype), like.sharding)(value)
         elif not isinstance(value, QTensor) and value.dtype != like.dtype:
             params[name] = value.astype(like.dtype)
     tokenizer = folder.parent / "tokenizer"
-    return with_arrays(template, params), config, load_tokenizer(tokenizer) if tokenizer.is_dir() else None
+    model = with_arrays(Kimi(config.model), params)
+    return Opened(model, config, load_tokenizer(tokenizer) if tokenizer.is_dir() else None)
+
+
+def needed_tokenizer(path: str | Path, opened: Opened) -> Tokenizer:
+    """The tokenizer of what was opened at `path`, for those who cannot do without.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if opened.tokenizer is None:
+        raise ConfigError(f"{path} has no tokenizer; put the release's tiktoken.model or tokenizer.json there")
+    return opened.tokenizer
+
+
+def _dtype_name(dtype) -> str:
+    names = get_args(Dtype)
+    try:
+        name = str(jnp.dtype(dtype).name)
+    except TypeError:
+        name = ""
+    if name not in names:
+        raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(names)}")
+    if name == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ConfigError('dtype=float64 needs jax.config.update("jax_enable_x64", True)')
+    return name
 
 
 @lru_cache
@@ -97,7 +134,7 @@ def _decoder(dtype: jnp.dtype, sharding):
 
 
 def check_initial(path: str | Path, config: Config) -> None:
-    """Refuses parameters for a run of this config to begin with that are those of another model.
+    """Rejects parameters for a run of this config to begin with that are those of another model.
 
     Raises:
         CheckpointError, ConfigError: there are none, or they are; each difference is named.
@@ -114,8 +151,8 @@ def check_initial(path: str | Path, config: Config) -> None:
 
 
 def initial_parameters(path: str | Path, config: Config) -> dict[str, jax.Array]:
-    """Parameters for a run of this config to begin with, on the current mesh; see `check`."""
-    return arrays(open_model(path, dtype=config.model.param_dtype, rules=config.rules)[0])
+    """Parameters for a run of this config to begin with, on the current mesh; see `check_initial`."""
+    return arrays(open_model(path, dtype=config.model.param_dtype, rules=config.rules).model)
 
 
 def release_tokenizer(path: Path, model: ModelConfig) -> Tokenizer | None:
@@ -136,22 +173,3 @@ def config_for(name: str, model: ModelConfig) -> Config:
         data=DataConfig(sequence_length=min(4096, model.max_position_embeddings), batch_size=1),
         train=TrainConfig(steps=1),
     )
-
-
-def open_with_tokenizer(path: str | Path, step: int | None = None) -> tuple[Kimi, Config, Tokenizer]:
-    """Opens the checkpoint of a run, whatever mesh wrote it, on the current one: model, config and tokenizer.
-
-    The config is that of the checkpoint's step: with the experts' formats, where the run had reached them. Routed
-    experts that are stored packed stay so.
-
-    Args:
-        path: folder of a run, of its checkpoints, of a converted model, or a released directory.
-        step: which checkpoint; the newest by default.
-
-    Raises:
-        CheckpointError, ConfigError: there is none, or its arrays are not those of its config; it has no tokenizer.
-    """
-    model, config, tokenizer = open_model(path, step, packed=True)
-    if tokenizer is None:
-        raise ConfigError(f"{path} has no tokenizer; put the release's tiktoken.model or tokenizer.json there")
-    return model, config, tokenizer

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kimi_jax.config import ConfigError, ModelConfig, Rules
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import arrays, declarations, place, with_arrays
+from kimi_jax.model.kimi import Kimi, declared
+from kimi_jax.model.param import shapes, with_arrays
 from kimi_jax.ops.quant.bits import GROUP
 from kimi_jax.ops.quant.blocks import BLOCK
 from kimi_jax.ops.quant.qtensor import Kind, QTensor
@@ -59,9 +59,8 @@ def load_release(
     config = release.config
     if dtype is not None:
         config = replace(config, dtype=jnp.dtype(dtype).name, param_dtype=jnp.dtype(dtype).name)
-    model = place(Kimi(config), rules or Rules())
     values = {}
-    for name, like in arrays(model).items():
+    for name, like in shapes(declared(config), rules).items():
         kind = release.kinds.get(name) if packed else None
         if kind is None:
             values[name] = _array(release, name, like.shape, like.dtype, like.sharding)
@@ -71,7 +70,7 @@ def load_release(
                 packed_shape(name, like, kind, release.shapes(name)),
                 QTensor(f"{name}.packed", f"{name}.scale", kind),  # type: ignore[arg-type]
             )
-    return with_arrays(model, values), config
+    return with_arrays(Kimi(config), values), config
 
 
 def _array(release: Release, leaf: str, shape, dtype, sharding) -> jax.Array:
@@ -161,18 +160,16 @@ class Release:
         self._places: dict[str, np.ndarray] = {}
         self.kinds: dict[str, Kind] = {}
         self.leaves: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
-        model = Kimi(self.config)
-        declared = declarations(model)
-        for param, like in arrays(model).items():
+        for param, like in declared(self.config).items():
             indices = list(placed[param])
             stack = like.shape[: len(indices[0])]
             self._places[param] = np.empty(stack, np.int64)
             for index, number in placed[param].items():
                 self._places[param][index] = number
             found: list[Kind | None] = list({self._kind(self._tensors[number]) for number in placed[param].values()})
-            kind = found[0] if len(found) == 1 and declared[param].axes[0] == "experts" else None
+            kind = found[0] if len(found) == 1 and like.axes[0] == "experts" else None
             if kind is None:
-                self.leaves[param] = like.shape, np.dtype(like.dtype)
+                self.leaves[param] = like.shape, like.dtype
                 continue
             self.kinds[param] = kind
             parts = self._parts[self._tensors[placed[param][indices[0]]].name]

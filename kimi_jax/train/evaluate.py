@@ -9,19 +9,26 @@ from pathlib import Path
 
 import numpy as np
 
-from kimi_jax.config import Source
+from kimi_jax.config import ConfigError, Source
 from kimi_jax.data import pipeline
 from kimi_jax.model.param import arrays
 from kimi_jax.parallel.batch import batch_sharding, to_devices
-from kimi_jax.store.open import open_with_tokenizer
+from kimi_jax.store.open import needed_tokenizer, open_model
 from kimi_jax.train.step import Batch, evaluation_step
 
 
 def evaluate_checkpoint(
     path: str | Path, step: int | None = None, source: Source | None = None, max_tokens: int | None = None
 ) -> dict[str, float]:
-    """Bits per byte of a checkpoint on `source`, or on the run's own validation text; see `train.evaluate`."""
-    model, config, tokenizer = open_with_tokenizer(path, step)
+    """Bits per byte of a checkpoint on `source`, or on the run's own validation text; see `evaluate_batches`.
+
+    Raises:
+        ConfigError: `max_tokens` is below 1, or there is no tokenizer; besides what `open_model` raises.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"max_tokens={max_tokens} must be at least 1; leave it out to read all of the text")
+    opened = open_model(path, step=step, packed=True)
+    model, config, tokenizer = opened.model, opened.config, needed_tokenizer(path, opened)
     if source is None:
         batches = pipeline.load(config.data, config.model, tokenizer).validation_batches(max_tokens=max_tokens)
     else:

@@ -16,7 +16,8 @@ from rich.console import Console
 from kimi_jax.config import Config, ConfigError, at_step, to_dict
 from kimi_jax.data import pipeline
 from kimi_jax.data.pipeline import Data
-from kimi_jax.infer.generate import sample_text
+from kimi_jax.infer.generate import stream_text
+from kimi_jax.infer.sampling import SEEDS, Sampling
 from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import with_arrays
 from kimi_jax.parallel import processes
@@ -206,17 +207,14 @@ def _finish(config, state, data: Data, log, folder, stop, console) -> dict[str, 
     stop.check(f"Stopped; training is finished. The same command ends it: {resume_command()}")
     if config.train.sample_tokens:
         model = with_arrays(Kimi(config.model), state.params)
-        pieces = sample_text(
-            model,
-            data.tokenizer,
-            config.train.sample_prompt,
-            max_new_tokens=config.train.sample_tokens,
-            temperature=0.8,
-            top_p=0.95,
-            key=jax.random.wrap_key_data(state.rng),
-            rules=config.rules,
-        )
-        sample = config.train.sample_prompt + "".join(pieces) + "\n"
+        seed = config.train.seed % SEEDS
+        drawn = Sampling(temperature=0.8, top_p=0.95, max_new_tokens=config.train.sample_tokens, seed=seed)
+        pieces = stream_text(model, data.tokenizer, config.train.sample_prompt, drawn, rules=config.rules)
+        try:
+            text = "".join(pieces)
+        except FloatingPointError as error:  # training is done, and its results count
+            text = f"[no sample: {error}]"
+        sample = config.train.sample_prompt + text + "\n"
         if processes.is_lead():
             write_text(folder / "sample.txt", sample)
     final = {**result, "validation_bytes": len(raw), "xz_bits_per_byte": 8 * packed / len(raw)}

@@ -14,8 +14,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from kimi_jax.config import Config, Source
-from kimi_jax.model.kimi import Kimi, bias_layers, clip_rows, init
-from kimi_jax.model.param import arrays, declarations, exact_dtype, place, with_arrays
+from kimi_jax.model.kimi import Kimi, bias_layers, clip_rows, declared, init
+from kimi_jax.model.param import arrays, exact_dtype, shapes, with_arrays
 from kimi_jax.ops.routing import balance_metrics, quantile_bias, sign_bias
 from kimi_jax.optim.build import build, update_rms
 from kimi_jax.optim.schedule import cosine_with_warmup
@@ -45,7 +45,7 @@ class State:
     skipped: jax.Array
     """int32: steps skipped in all."""
     rng: jax.Array
-    """Key data of the run's random numbers. Training draws none; the sample at the end does."""
+    """Key data of the run's random numbers, of which training draws none so far."""
 
 
 def init_state(
@@ -59,7 +59,7 @@ def init_state(
 
 def abstract_state(config: Config, optimizer: optax.GradientTransformationExtraArgs) -> State:
     """`init_state` as shapes with their shardings on the current mesh, without allocating."""
-    params = arrays(place(Kimi(config.model), config.rules))
+    params = shapes(declared(config.model), config.rules)
     state = jax.eval_shape(partial(_first_state, config, optimizer), params)
     mesh = current_mesh()
     if mesh is None:
@@ -84,8 +84,8 @@ def _first_state(config: Config, optimizer: optax.GradientTransformationExtraArg
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
     """The optimizer of a run, from what the model's parameters declare."""
-    model = Kimi(config.model)
-    return build(config.optim, declarations(model), steps=config.train.steps, mla_rows=clip_rows(model))
+    rows = clip_rows(config.model)
+    return build(config.optim, declared(config.model), steps=config.train.steps, mla_rows=rows)
 
 
 def make_step(
@@ -100,7 +100,6 @@ def make_step(
     or when, after warmup, the loss exceeds the running median by `train.spike_threshold`.
     """
     template = Kimi(config.model)
-    declared = declarations(template)
     biases = bias_layers(config.model)
     warmup = round(config.optim.warmup_fraction * config.train.steps)
     schedule = cosine_with_warmup(config.optim.learning_rate, config.train.steps, config.optim.warmup_fraction)
@@ -188,7 +187,7 @@ def make_step(
             "grad_norm": grad_norm,
             "skipped": new.skipped,
             "skips_in_a_row": new.skips,
-            **{f"update_rms_{label}": rms for label, rms in update_rms(updates, declared).items()},  # type: ignore[arg-type]
+            **{f"update_rms_{label}": rms for label, rms in update_rms(updates, declared(config.model)).items()},  # type: ignore[arg-type]
         }
         if sums["max_logits"].size:
             metrics["max_logit"] = jnp.max(sums["max_logits"])

@@ -13,8 +13,8 @@ import pytest
 from kimi_jax.analysis import flops, sizes
 from kimi_jax.config import KDAConfig, RoPEConfig, load_config
 from kimi_jax.model.cache import init_cache
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import arrays, declarations, with_arrays
+from kimi_jax.model.kimi import Kimi, declared
+from kimi_jax.model.param import arrays, with_arrays
 from kimi_jax.model.rules import Muon
 from kimi_jax.ops import attention
 from kimi_jax.optim.muon import newton_schulz
@@ -169,12 +169,12 @@ def test_train_is_what_the_program_multiplies(remat):
 
 
 def test_newton_schulz_is_what_the_program_multiplies():
-    module, found = Kimi(MODEL), 0
-    for name, value in arrays(module).items():
-        rule = declarations(module)[name].rule
+    found = 0
+    for each in declared(MODEL).values():
+        rule = each.rule
         if isinstance(rule, Muon):
-            rows, cols = (math.prod(value.shape[axis] for axis in axes) for axes in (rule.rows, rule.cols))
-            blocks = jax.ShapeDtypeStruct((math.prod(value.shape) // (rows * cols), rows, cols), jnp.float32)
+            rows, cols = (math.prod(each.shape[axis] for axis in axes) for axes in (rule.rows, rule.cols))
+            blocks = jax.ShapeDtypeStruct((each.size // (rows * cols), rows, cols), jnp.float32)
             found += traced(newton_schulz, blocks)
     assert found == flops.newton_schulz(MODEL)
 

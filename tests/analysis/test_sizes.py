@@ -6,8 +6,7 @@ import pytest
 
 from kimi_jax.analysis import sizes
 from kimi_jax.config import ConfigError, Mesh, load_config
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import arrays, declarations
+from kimi_jax.model.kimi import declared
 from kimi_jax.model.rules import AdamW, Balanced, Muon
 
 K3, KIMI_LINEAR, K2 = load_config("k3"), load_config("kimi_linear_48b"), load_config("k2_1t")
@@ -60,18 +59,17 @@ def test_report_and_table_say_the_numbers():
     for number in ("2,779,484,478,208", "104.19 B", "434,110,464 bytes", "27,648 bytes"):
         assert number in text
     table = sizes.optimizer_table(K3)
-    assert len(table.splitlines()) == 1 + len(arrays(Kimi(K3.model)))
+    assert len(table.splitlines()) == 1 + len(declared(K3.model))
     assert "64: gamma^1" in table and "128: gamma^0.5" in table
 
 
 @pytest.mark.parametrize("config", [K3, KIMI_LINEAR, K2], ids=lambda config: config.name)
 def test_every_parameter_gets_the_rule_it_should(config):
     """Embedding, head and pseudo-queries are the only AdamW matrices; no stack of vectors gets Muon."""
-    model = Kimi(config.model)
-    declared, shapes = declarations(model), {name: value.shape for name, value in arrays(model).items()}
+    parameters = declared(config.model)
     vectors = ("norm", "A_log", "dt_bias", "conv", "query", "weight", "bias")
-    for name, declaration in declared.items():
-        per_layer = shapes[name][-len(declaration.axes) :]
+    for name, declaration in parameters.items():
+        per_layer = declaration.shape[-len(declaration.axes) :]
         leaf = name.rsplit(".", 1)[-1]
         if name in ("embed", "head"):
             assert declaration.rule == AdamW(decay=True), name
@@ -85,13 +83,13 @@ def test_every_parameter_gets_the_rule_it_should(config):
             used = sorted(declaration.rule.rows + declaration.rule.cols)
             assert min(used) >= -len(per_layer), f"{name}: a Muon axis reaches into the stacked layers"
     # What is a matrix in the released files and not under Muon: these three kinds.
-    matrices = {name for name, d in declared.items() if d.rule == AdamW(decay=True)}
+    matrices = {name for name, d in parameters.items() if d.rule == AdamW(decay=True)}
     assert matrices == {"embed", "head"}
-    per_head = {n.rsplit(".", 1)[-1] for n, d in declared.items() if d.rule == Muon(rows=(-3,), cols=(-1,))}
+    per_head = {n.rsplit(".", 1)[-1] for n, d in parameters.items() if d.rule == Muon(rows=(-3,), cols=(-1,))}
     lora = config.model.mla.q_lora_rank is not None
     expected = {"w_k_b", "w_v_b", "w_q_b" if lora else "w_q"}
     assert per_head == expected | ({"w_q", "w_k", "w_v"} if config.model.kda_layers else set())
-    clipped = {name.rsplit(".", 1)[-1] for name, d in declared.items() if d.clip is not None}
+    clipped = {name.rsplit(".", 1)[-1] for name, d in parameters.items() if d.clip is not None}
     assert clipped == ({"w_q_b", "w_k_b"} if lora else {"w_q", "w_k_b"})
 
 

@@ -191,7 +191,7 @@ def test_qk_clip_brings_down_a_head_whose_logits_explode():
     config, free = training(), training(qk_clip=1e9)
     optimizer = make_optimizer(config)
     state = init_state(config, optimizer)
-    (path, rows), head = next(item for item in clip_rows(Kimi(SHAPE)).items() if item[0].endswith("w_q_b")), 1
+    (path, rows), head = next(item for item in clip_rows(SHAPE).items() if item[0].endswith("w_q_b")), 1
     key, shared = path.replace("w_q_b", "w_k_b"), path.replace("w_q_b", "w_kv_a")
     layer = int(rows.reshape(-1)[0])
     params = dict(state.params)

@@ -28,7 +28,10 @@ LEAVES = {  # path: (shape, axes of one layer, rule, clip)
     "layers.experts": ((2, 4, 8, 6), 3, Muon(rows=(-2,), cols=(-1,)), None),
     "layers.bias": ((2, 4), 1, Balanced(), None),
 }
-DECLARED = {path: Declaration(("x",) * n, zeros, rule, clip) for path, (_, n, rule, clip) in LEAVES.items()}
+DECLARED = {
+    path: Declaration(shape, np.dtype("float32"), ("x",) * n, zeros, rule, clip)
+    for path, (shape, n, rule, clip) in LEAVES.items()
+}
 SHAPES = {path: leaf[0] for path, leaf in LEAVES.items()}
 CONFIG = OptimConfig(learning_rate=3e-3, warmup_fraction=0.2)
 STEPS = 10
@@ -234,7 +237,7 @@ def test_update_rms():
 
 
 def test_table():
-    rows = {row.path: row for row in table(DECLARED, SHAPES)}
+    rows = {row.path: row for row in table(DECLARED)}
     assert list(rows) == list(LEAVES)
     assert rows["layers.w_q"][1:] == ((2, 8, 3, 6), "muon", (8, 6), 6, QUERY)
     assert rows["layers.experts"][1:] == ((2, 4, 8, 6), "muon", (8, 6), 8, None)

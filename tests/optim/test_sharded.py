@@ -43,8 +43,10 @@ LEAVES: dict[str, tuple[tuple[int, ...], str, Any]] = {
 CLIPS = {"l.w_q_b": (QKClip(((4, 0.5), (2, 1.0))), np.array([[4], [0], [2], [1], [3]]))}
 RULES = {path: rule for path, (_, _, rule) in LEAVES.items() if isinstance(rule, Muon)}
 DECLARED = {
-    path: Declaration(tuple(names.split()), zeros, rule, CLIPS[path][0] if path in CLIPS else None)
-    for path, (_, names, rule) in LEAVES.items()
+    path: Declaration(
+        shape, np.dtype("float32"), tuple(names.split()), zeros, rule, CLIPS[path][0] if path in CLIPS else None
+    )
+    for path, (shape, names, rule) in LEAVES.items()
 }
 SMALL = 3000  # bytes of a step: every kind of block is walked
 MESHES = {

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_jax import cli
 from kimi_jax.config import Mesh, Rules
-from kimi_jax.model.kimi import Kimi
-from kimi_jax.model.param import arrays, partitions, place, with_arrays
+from kimi_jax.model.kimi import Kimi, declared
+from kimi_jax.model.param import partitions, shapes, with_arrays
 from kimi_jax.parallel.batch import batch_sharding
 from kimi_jax.parallel.mesh import abstract_mesh, current_mesh
 from kimi_jax.parallel.spec import spec_for, spec_of
@@ -50,7 +50,7 @@ def test_block_boundaries_and_gradients_are_cut_by_the_rules(mesh):
     with jax.sharding.use_abstract_mesh(abstract_mesh(config.mesh)):
         sizes = dict(current_mesh().shape)
         template = Kimi(config.model)
-        params = arrays(place(template, config.rules))
+        params = shapes(declared(config.model), config.rules)
         shape = (config.data.batch_size, config.data.sequence_length)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(config))
         rows, time, _ = spec_for(config.rules, ("batch", "time", "width"), sizes)
@@ -66,7 +66,7 @@ def test_block_boundaries_and_gradients_are_cut_by_the_rules(mesh):
         assert spec_of(logits) == P(rows, time, vocab)
         assert {name: spec_of(aux[name]) for name in names} == dict.fromkeys(names, P(None, rows, time, None))
         grads = jax.eval_shape(jax.grad(loss), params, tokens)
-        expected = partitions(template, config.rules, sizes)
+        expected = partitions(declared(config.model), config.rules, sizes)
         assert {name: spec_of(grad) for name, grad in grads.items()} == expected
 
 

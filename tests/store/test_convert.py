@@ -24,7 +24,7 @@ from kimi_jax.parallel.mesh import make_mesh, on_mesh
 from kimi_jax.store import checkpoint, released_config, safetensors_files, sliced, write
 from kimi_jax.store import names as released_names
 from kimi_jax.store.convert import convert
-from kimi_jax.store.open import initial_parameters, open_model, open_with_tokenizer
+from kimi_jax.store.open import initial_parameters, needed_tokenizer, open_model
 from kimi_jax.store.read import Release, load_release
 from kimi_jax.store.safetensors_files import CheckpointError
 from kimi_jax.store.write import pack, save_release
@@ -451,7 +451,7 @@ def usable(tmp_path_factory):
     save_release(folder / "release", init(tiny.MODEL, 0), tiny.MODEL)
     convert(folder / "release", folder / "converted")
     with pytest.raises(ConfigError, match="has no tokenizer; put the release's tiktoken"):
-        open_with_tokenizer(folder / "converted")
+        needed_tokenizer(folder / "converted", open_model(folder / "converted"))
     ByteTokenizer().save(folder / "converted" / "tokenizer")
     return folder
 
@@ -476,7 +476,7 @@ def test_a_run_begins_with_the_parameters_it_is_given(usable, tmp_path):
     config = tiny.with_train(tiny.config(tmp_path, steps=1, sample_tokens=0), init_from=str(usable / "release"))
     config = replace(config, optim=replace(config.optim, learning_rate=1e-9, weight_decay=0.0, qk_clip=1e9))
     run_training(config)
-    model, *_ = open_with_tokenizer(tmp_path / "runs" / "run")
+    model, *_ = open_model(tmp_path / "runs" / "run")
     expected = arrays(load_release(usable / "release")[0])
     for name, value in arrays(model).items():
         if not name.endswith("router_bias"):

@@ -12,8 +12,9 @@ import pytest
 
 from kimi_jax.config import Config, Mesh, ModelConfig, Rules, at_step
 from kimi_jax.infer.generate import generate
-from kimi_jax.model.kimi import Kimi, init
-from kimi_jax.model.param import arrays, count, declarations, named_params, place, with_arrays
+from kimi_jax.infer.sampling import Sampling
+from kimi_jax.model.kimi import Kimi, declared, init
+from kimi_jax.model.param import arrays, named_params, shapes, with_arrays
 from kimi_jax.ops.quant.mx import mxfp4_round
 from kimi_jax.ops.quant.qtensor import QTensor
 from kimi_jax.parallel.mesh import current_mesh, make_mesh, on_mesh
@@ -36,14 +37,13 @@ def formats(model: ModelConfig, weights="mxfp4", activations="mxfp8", **moe) -> 
     return replace(model, moe=replace(model.moe, weight_format=weights, activation_format=activations, **moe))
 
 
-def is_expert(name, declared):
-    return declared[name].axes[0] == "experts"
+def is_expert(name, parameters):
+    return parameters[name].axes[0] == "experts"
 
 
 def with_experts(model: Kimi, change, config: ModelConfig | None = None) -> Kimi:
     """The model with its routed experts' weights changed, and under another config."""
-    declared = declarations(model)
-    values = {name: change(w) if is_expert(name, declared) else w for name, w in arrays(model).items()}
+    values = {name: change(w) if is_expert(name, declared(model.config)) else w for name, w in arrays(model).items()}
     return with_arrays(Kimi(config or model.config), values)
 
 
@@ -78,16 +78,15 @@ def test_rounded_packed_and_decoded_experts_give_the_same_bits(dtype):
 def test_packed_experts_take_four_and_a_quarter_bits_and_work_wherever_parameters_do():
     model = init(formats(WIDE), 2)
     packed = with_experts(model, jax.jit(QTensor.encode))
-    declared = declarations(packed)
-    assert named_params(packed).keys() == named_params(model).keys() and count(packed) == count(model)
-    experts = {name: w for name, w in arrays(packed).items() if is_expert(name, declared)}
+    assert named_params(packed).keys() == named_params(model).keys()
+    experts = {name: w for name, w in arrays(packed).items() if is_expert(name, declared(model.config))}
     assert len(experts) == 3 and all(isinstance(w, QTensor) for w in experts.values())
     assert all(w.shape == arrays(model)[name].shape for name, w in experts.items())
     assert sum(w.nbytes for w in experts.values()) * 8 == 4.25 * sum(w.size for w in experts.values())
     again = with_arrays(packed, arrays(packed))
     assert jax.tree.structure(again) == jax.tree.structure(packed)
     prompts = [[5, 9, 12], list(range(20, 40)), [7]]
-    assert generate(packed, prompts, max_new_tokens=6) == generate(model, prompts, max_new_tokens=6)
+    assert generate(packed, prompts, Sampling(max_new_tokens=6)) == generate(model, prompts, Sampling(max_new_tokens=6))
 
 
 def test_an_export_loads_to_what_was_trained(tmp_path):
@@ -220,8 +219,7 @@ def test_a_config_json_says_how_activations_are_rounded(tmp_path):
 
 def test_packed_shapes_allocate_nothing():
     with on_mesh(make_mesh(Mesh(fsdp=2, expert=4))):
-        model = place(Kimi(WIDE), Rules())
-        declared = declarations(model)
-        shape = next(shape for name, shape in arrays(model).items() if is_expert(name, declared))
+        parameters = declared(WIDE)
+        shape = next(shape for name, shape in shapes(parameters).items() if is_expert(name, parameters))
         packed = jax.eval_shape(QTensor.encode, shape)
         assert packed.nbytes * 8 == 4.25 * packed.size

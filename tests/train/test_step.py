@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.model.kimi import Kimi, init
-from kimi_jax.model.param import arrays, declarations, materialise
+from kimi_jax.model.kimi import declared, init
+from kimi_jax.model.param import arrays
 from kimi_jax.ops.routing import quantile_bias
 from kimi_jax.train.step import init_state, make_eval_step, make_optimizer, make_step
 from tests import tiny
@@ -108,10 +108,8 @@ def test_recomputation_changes_nothing(balance):
 
 def test_quantile_bias_takes_effect_from_the_next_step():
     step, state = compiled(BASE)
-    model = Kimi(BASE.model)
     before, _ = step(state, batch())
-    declared = declarations(model)
-    names = [name for name in declared if name.endswith("router_bias")]
+    names = [name for name in declared(BASE.model) if name.endswith("router_bias")]
     assert len(names) == 1
     # The same counts, taken by hand from a forward pass with the old bias, give the new one.
     _, aux = init(BASE.model, BASE.train.seed).hidden(
@@ -188,7 +186,7 @@ def test_bf16_compute_trains_and_bf16_storage_keeps_exact_parts_in_float32():
     step, state = compiled(config)
     new, metrics = step(state, batch())
     assert np.isfinite(metrics["loss"]) and not equal(new.params, state.params)
-    model = materialise(Kimi(tiny.with_model(BASE, dtype="bfloat16", param_dtype="bfloat16").model), 0)
+    model = init(tiny.with_model(BASE, dtype="bfloat16", param_dtype="bfloat16").model, 0)
     exact = ("A_log", "dt_bias", "conv_q", "conv_k", "conv_v", "o_norm", "router_bias")
     for name, value in arrays(model).items():
         expected = jnp.float32 if name.rsplit(".", 1)[-1] in exact else jnp.bfloat16

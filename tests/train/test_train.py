@@ -20,9 +20,10 @@ from rich.console import Console
 
 from kimi_jax.config import ConfigError, Source, TokenizerConfig, to_dict
 from kimi_jax.infer import generate
-from kimi_jax.infer.generate import continue_text, sample_text
+from kimi_jax.infer.generate import stream_text
+from kimi_jax.infer.sampling import Sampling
 from kimi_jax.store.checkpoint import Checkpoints
-from kimi_jax.store.open import open_with_tokenizer
+from kimi_jax.store.open import open_model
 from kimi_jax.train import folder, metrics
 from kimi_jax.train.display import Display
 from kimi_jax.train.evaluate import evaluate_checkpoint
@@ -103,20 +104,26 @@ def test_a_finished_run_prints_its_summary_again(finished, capsys):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+def continued(folder, prompt, sampling):
+    model, _, tokenizer = open_model(folder)
+    return "".join(stream_text(model, tokenizer, prompt, sampling))
+
+
 def test_evaluation_and_generation_of_a_run(finished):
     config, result, folder = finished
     assert evaluate_checkpoint(folder)["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-6)
     corpus = config.data.sources[0]
     other = evaluate_checkpoint(folder, source=Source(kind="text", path=corpus.path, glob="1*.txt"), max_tokens=300)
     assert 0 < other["bits_per_byte"] < 8 and other["tokens"] > 0
-    first, second = ("".join(continue_text(folder, "the number", max_new_tokens=5, seed=3)) for _ in range(2))
+    drawn = Sampling(temperature=0.8, top_p=0.95, max_new_tokens=5, seed=3)
+    first, second = (continued(folder, "the number", drawn) for _ in range(2))
     assert first == second
-    cold = ["".join(continue_text(f, "the", max_new_tokens=2, temperature=0)) for f in (folder, folder / "checkpoints")]
+    cold = [continued(f, "the", Sampling(max_new_tokens=2)) for f in (folder, folder / "checkpoints")]
     assert cold[0] == cold[1]
     with pytest.raises(ConfigError, match="no checkpoint 7"):
-        open_with_tokenizer(folder, 7)
+        open_model(folder, step=7)
     with pytest.raises(ConfigError, match="no checkpoint in"):
-        open_with_tokenizer(folder.parent)
+        open_model(folder.parent)
 
 
 def test_a_run_keeps_the_tokenizer_of_a_release(tmp_path):
@@ -132,19 +139,18 @@ def test_a_run_keeps_the_tokenizer_of_a_release(tmp_path):
     run_training(replace(config, data=replace(config.data, tokenizer=tokens)))
     shutil.rmtree(hub)
     folder = tmp_path / "runs" / "run"
-    model, _, tokenizer = open_with_tokenizer(folder)
+    model, _, tokenizer = open_model(folder)
     assert tokenizer.files == {"tiktoken.model": content} and tokenizer.stop_ids == (257, 258)
     assert tokenizer.special_tokens["<|im_end|>"] == 258 and len(tokenizer.special_tokens) == 256
     prompt = "a 中 <|im_end|>"
-    (row,) = generate.generate(model, [[256, *prompt.encode()]], max_new_tokens=8, stop=(257, 258))
-    text = "".join(continue_text(folder, prompt, max_new_tokens=8, temperature=0))
-    assert text == tokenizer.decode(row)
+    (row,) = generate.generate(model, [[256, *prompt.encode()]], Sampling(max_new_tokens=8, stop=(257, 258)))
+    assert continued(folder, prompt, Sampling(max_new_tokens=8)) == tokenizer.decode(row)
 
     class Stops(type(tokenizer)):
         stop_ids = property(lambda _: (row[0],))
 
     tokenizer.__class__ = Stops
-    assert "".join(sample_text(model, tokenizer, prompt, max_new_tokens=8)) == ""
+    assert "".join(stream_text(model, tokenizer, prompt, Sampling(max_new_tokens=8))) == ""
 
 
 @pytest.mark.parametrize("instant", [1, 3, 4, 6, 11])
