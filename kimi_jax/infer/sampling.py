@@ -56,4 +56,4 @@ def check_setting(
     """
     number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not (number and low <= value <= high):  # type: ignore[operator]
-        raise ConfigError(f"{name}={value!r} must be {allowed}")
+        raise ConfigError(f"{name}={value!r:.60} must be {allowed}")

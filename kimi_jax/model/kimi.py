@@ -193,7 +193,7 @@ def declared(config: ModelConfig) -> Mapping[str, Declaration]:
     >>> from kimi_jax.config import load_config
     >>> parameters = declared(load_config("k3").model)
     >>> sum(each.size for each in parameters.values())
-    2778158653824
+    2779484476000
     >>> parameters["head"].axes, parameters["head"].shape
     (('embed', 'vocab'), (7168, 163840))
     """
