@@ -1,5 +1,7 @@
 """Sampling and prompts: what is accepted, what is rejected in one line, and what logits that are no numbers do."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kimi_jax
 from kimi_jax import cli
 from kimi_jax.config import ConfigError
 from kimi_jax.infer import generate as generation
@@ -224,3 +227,14 @@ def test_segment_ids_are_checked():
         _shapes()(tokens, [[1, 1]])
     with pytest.raises(ValueError, match="segment_ids must be integers, 0 for padding, got float64"):
         _shapes()(tokens, np.ones((1, 2)))
+
+
+def test_public_names_are_there_and_settings_need_no_jax():
+    for name in kimi_jax.__all__:
+        assert getattr(kimi_jax, name).__name__ == name
+    with pytest.raises(AttributeError, match="module 'kimi_jax' has no attribute 'hf'"):
+        kimi_jax.hf  # noqa: B018
+    program = (
+        "import sys, kimi_jax, kimi_jax.config, kimi_jax.infer.sampling; print({'jax', 'flax'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
