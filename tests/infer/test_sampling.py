@@ -19,6 +19,7 @@ from kimi_jax.model.kimi import init
 from kimi_jax.model.param import arrays, with_arrays
 from kimi_jax.text.tokenizer import ByteTokenizer
 from tests import tiny
+from tests.store.test_open import save_run
 
 COMPILE_QUICKLY = True
 
@@ -173,6 +174,12 @@ def test_nan_ends_generation_with_an_error(tmp_path, capsys):
         message = one_line(error)
         assert message.startswith("prompt 0: the logits after 0 new tokens hold NaN or inf")
         assert "check the checkpoint" in message and "float32 overflows" in message
+    save_run(tmp_path / "run", tiny.config(tmp_path), arrays(broken))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["generate", "--checkpoint", str(tmp_path / "run"), "--prompt", "a", "--max-new-tokens", "3"])
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.out) == (1, "")
+    assert printed.err.startswith("error: prompt 0: the logits after 0 new tokens") and printed.err.count("\n") == 1
 
 
 def _answering(monkeypatch, tokens):
