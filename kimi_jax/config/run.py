@@ -20,6 +20,9 @@ class OptimConfig:
     """Peak rate, for Muon and AdamW alike (Muon's update is scaled to AdamW's RMS)."""
     warmup_fraction: float = 0.01
     """Part of all steps with a linearly rising rate; a cosine to zero follows."""
+    schedule_from: int = 0
+    """Step at which warmup and cosine begin. To train a finished run further: its last step, with more train.steps;
+    learning_rate and warmup_fraction may then change too."""
     weight_decay: float = 0.1
     momentum: float = 0.95
     adam_b1: float = 0.9
@@ -36,6 +39,7 @@ class OptimConfig:
         check_finite(self, "learning_rate", "qk_clip", "balance_rate")
         check_finite(self, "weight_decay", zero=True)
         check(0 <= self.warmup_fraction < 1, f"warmup_fraction={self.warmup_fraction} must lie in [0, 1)")
+        check(self.schedule_from >= 0, f"schedule_from={self.schedule_from} must not be negative")
         for name in ("momentum", "adam_b1", "adam_b2"):
             value = getattr(self, name)
             check(0 <= value < 1, f"{name}={value} must lie in [0, 1)")
@@ -197,6 +201,8 @@ class Config:
             f"sequence_length={self.data.sequence_length} is over the model's "
             f"max_position_embeddings={self.model.max_position_embeddings}",
         )
+        begin, steps = self.optim.schedule_from, self.train.steps
+        check(begin < steps, f"optim.schedule_from={begin} must be below train.steps={steps}; raise train.steps")
         used = {axis for name in vars(self.rules) for axis in getattr(self.rules, name)}
         for axis, size in self.mesh.shape.items():
             check(

@@ -15,7 +15,7 @@ from kimi_jax.model.param import Declaration
 from kimi_jax.model.rules import AdamW, Muon, QKClip, Rule
 from kimi_jax.optim.muon import STEP_BYTES, MuonState, block_shape, scale_by_muon
 from kimi_jax.optim.qk_clip import qk_clip
-from kimi_jax.optim.schedule import cosine_with_warmup
+from kimi_jax.optim.schedule import schedule
 
 
 def rule_label(rule: Rule) -> str:
@@ -126,7 +126,7 @@ def build(
         "adamw_no_decay": adam,
         "balanced": optax.set_to_zero(),
     }
-    rate = cosine_with_warmup(config.learning_rate, steps, config.warmup_fraction)
+    rate = schedule(config, steps)
     chain = optax.chain(
         _partition(groups, labels),
         optax.scale_by_learning_rate(rate),

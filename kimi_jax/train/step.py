@@ -18,7 +18,7 @@ from kimi_jax.model.kimi import Kimi, bias_layers, clip_rows, declared, init
 from kimi_jax.model.param import arrays, exact_dtype, shapes, with_arrays
 from kimi_jax.ops.routing import balance_metrics, quantile_bias, sign_bias
 from kimi_jax.optim.build import build, update_rms
-from kimi_jax.optim.schedule import cosine_with_warmup
+from kimi_jax.optim.schedule import schedule
 from kimi_jax.parallel.mesh import current_mesh
 from kimi_jax.parallel.spec import spec_of
 
@@ -101,8 +101,9 @@ def make_step(
     """
     template = Kimi(config.model)
     biases = bias_layers(config.model)
-    warmup = round(config.optim.warmup_fraction * config.train.steps)
-    schedule = cosine_with_warmup(config.optim.learning_rate, config.train.steps, config.optim.warmup_fraction)
+    begin, steps = config.optim.schedule_from, config.train.steps
+    warmup = begin + round(config.optim.warmup_fraction * (steps - begin))
+    rate = schedule(config.optim, steps)
 
     def micro_sums(params, batch, per_token):
         """Gradient of the summed loss, and sums over a micro-batch; `per_token`: the step's weights over its tokens."""
@@ -183,7 +184,7 @@ def make_step(
             "loss": loss,
             "bits_per_byte": sums["loss"] / (np.log(2) * jnp.maximum(num_bytes, 1)),
             "tokens": sums["weight"],
-            "learning_rate": schedule(state.step - state.skipped),  # the optimizer counts accepted steps
+            "learning_rate": rate(state.step - state.skipped),  # the optimizer counts accepted steps
             "grad_norm": grad_norm,
             "skipped": new.skipped,
             "skips_in_a_row": new.skips,
