@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kimi_jax.config import ConfigError
+from kimi_jax.files import FileError
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -26,7 +27,7 @@ def initialize(**options: Any) -> None:
     """Joins the processes of a run, before anything touches a device; does nothing for a single one, or twice.
 
     When one of them dies, the others end too, with a message, after `heartbeat_timeout_seconds` (100) at the latest:
-    the scheduler is to start all of them again, and the run goes on from its last checkpoint.
+    the scheduler is to start all of them again, and the run resumes from its last checkpoint.
 
     Slurm, GKE, TPU pods, indexed Kubernetes jobs and Open MPI are detected by JAX. Elsewhere, set in each process
     JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
@@ -38,8 +39,12 @@ def initialize(**options: Any) -> None:
         ConfigError: some of the three variables are missing, or are not numbers in range; there are several
             processes, but JAX cannot tell which is which, or this one has used its devices already.
     """
-    if jax.distributed.is_initialized():
-        return
+    if not jax.distributed.is_initialized():
+        _join(**options)
+    quiet_libtpu()  # here, since the next question to JAX (how many processes are there?) looks for devices
+
+
+def _join(**options: Any) -> None:
     named, count = _named(), _processes()
     if named is not None:
         count = named[1]
@@ -63,7 +68,7 @@ def initialize(**options: Any) -> None:
 
 
 def quiet_libtpu() -> None:
-    """Keeps libtpu from complaining where it is installed and no TPU is. After `initialize`, which reads one of these.
+    """Keeps libtpu from complaining where it is installed and no TPU is. Not before joining, which reads one of these.
 
     JAX loads it whenever it looks for devices, JAX_PLATFORMS unset; it then misses two names that any TPU host has.
     """
@@ -177,13 +182,13 @@ def end_alone(*shared: type[BaseException]) -> Iterator[None]:
     except BaseException as error:
         if jax.process_count() == 1 or isinstance(error, shared):
             raise
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError | FileError):
             print(error, file=sys.stderr)
         else:
             traceback.print_exc()
         print(
             f"process {jax.process_index()} ends; the others follow when its heartbeats are missed. Start all again: "
-            "the run goes on from its last checkpoint",
+            "the run resumes from its last checkpoint",
             file=sys.stderr,
         )
         sys.stdout.flush()
