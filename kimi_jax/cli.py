@@ -30,11 +30,14 @@ NAME is one of {names}, or a path to a .py file. `kimi-jax COMMAND --help` lists
 
 @dataclass(frozen=True)
 class TrainArgs:
-    """Trains a config, or goes on with the run of that name."""
+    """Trains a config, or resumes the run of that name."""
 
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
     restart: bool = False
-    """Remove what an earlier run of this name left, and begin anew."""
+    """Remove what an earlier run of this name left, and start over."""
+    resume_from: int | None = None
+    """Resume from the checkpoint of this step, e.g. when the newest is damaged; later ones are set aside. Leave it out
+    when you start the run again."""
     dry_run: bool = False
     """Print shapes, memory, tokens and steps, and stop."""
     topology: str = ""
@@ -164,7 +167,7 @@ def train(argv: Sequence[str] | None = None) -> None:
             print(sizes.dry_run(args.config))
             return
         try:
-            run_training(args.config, restart=args.restart)
+            run_training(args.config, restart=args.restart, resume_from=args.resume_from)
         except Interrupted as stopped:
             print(stopped, file=sys.stderr)
             # A scheduler that preempts with SIGTERM wants to see success; a shell wants to see its Ctrl-C.

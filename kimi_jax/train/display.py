@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections import deque
 from pathlib import Path
 from statistics import median
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -66,12 +68,22 @@ class Display:
         return result
 
 
+def degrade(stream: TextIO) -> None:
+    """Makes a text stream escape what its encoding lacks, where it would raise: in a C locale all but ASCII."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="backslashreplace")
+
+
 def print_summary(console: Console, folder: Path, final: dict) -> None:
     sample = folder / "sample.txt"
     if sample.is_file():
         console.rule("sample", style="dim")
-        console.print(sample.read_text().rstrip(), markup=False, soft_wrap=True)
+        text = sample.read_bytes().decode("utf-8", "replace")
+        console.print(text.rstrip(), markup=False, soft_wrap=True)
         console.rule(style="dim")
-    console.print(f"Curves: {folder / 'curves.png'}   numbers: {folder / 'metrics.jsonl'}", soft_wrap=True)
-    console.print(f"xz -9 on the same validation bytes: {final['xz_bits_per_byte']:.2f}")
+    console.print(
+        f"Curves: {folder / 'curves.png'}   numbers: {folder / 'metrics.jsonl'}", markup=False, soft_wrap=True
+    )
+    packed = final["xz_bits_per_byte"]
+    console.print(f"xz -9 on the same validation bytes: {'unknown' if packed is None else format(packed, '.2f')}")
     console.print(f"val bits per byte: {final['bits_per_byte']:.2f}")

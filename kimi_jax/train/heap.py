@@ -18,7 +18,7 @@ def tune(**options: int) -> None:
 def keep_freed() -> None:
     """Keeps XLA's temporaries mapped between steps on CPU.
 
-    glibc hands large blocks back to the kernel when they are freed; a step that takes them anew spends a quarter of
+    glibc hands large blocks back to the kernel when they are freed; a step that takes them again spends a quarter of
     its time on page faults. It keeps as many arenas as it likes: with one, the threads of emulated devices wait for
     each other (`benchmarks/moe.py` then takes 1.5 times as long).
     """

@@ -5,15 +5,30 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from kimi_jax import files
 from kimi_jax.config import ConfigError
 
 
+class Records(NamedTuple):
+    """What a `metrics.jsonl` holds."""
+
+    records: list[dict[str, Any]]
+    damaged: int
+    """Lines that are no record."""
+
+    def report(self, path: Path) -> str:
+        """One line on the damage."""
+        return f"{path}: skipped {self.damaged} damaged line{'s' * (self.damaged != 1)}; {len(self.records)} are whole"
+
+
 class Metrics:
-    """Appends one JSON object a line to `metrics.jsonl`; on resume, lines of steps not in the checkpoint go.
+    """Appends one JSON object a line to `metrics.jsonl`; on resume, lines of steps not in the checkpoint are dropped.
 
     With several processes one writes, and the others' `Metrics` swallow what they are given.
     """
@@ -22,14 +37,15 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self._writes, self._board = write, None
         if not write:
-            self._file = Path(os.devnull).open("w")  # noqa: SIM115
+            self._file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
             return
-        kept = [record for record in read(self.path) if record["step"] <= first_step]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(_line(record) for record in kept))
-        os.replace(partial, self.path)
+        kept = [record for record in load(self.path).records if record["step"] <= first_step]
+        files.write(self.path, "".join(map(_line, kept)))
         self._board = _board(folder, first_step) if tensorboard else None
-        self._file = self.path.open("a")
+        try:
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise files.problem(error, self.path, "write") from error
 
     def plot(self, target: Path) -> None:
         """Draws what has been written so far; see `plot`."""
@@ -38,28 +54,71 @@ class Metrics:
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         """One record: `step` counts finished steps, `kind` is train, eval or final."""
-        self._file.write(_line({"step": step, "kind": kind, **values}))
-        self._file.flush()
+        try:
+            self._file.write(_line({"step": step, "kind": kind, **values}))
+            self._file.flush()
+        except OSError as error:
+            raise files.problem(error, self.path, "write") from error
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float) and math.isfinite(value):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # `write` has flushed, or has raised for what is still to be written
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
 
-def read(path: str | Path) -> Iterator[dict]:
-    """Records of a `metrics.jsonl`; a last line cut off by a crash is left out."""
-    path = Path(path)
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """Records of a `metrics.jsonl`; damaged lines are skipped, and counted on standard error.
+
+    A record has a `step` and a `kind`. A last line cut off by a crash is left out without a word.
+
+    Raises:
+        FileError: the file cannot be read.
+    """
+    found = load(path)
+    if found.damaged:
+        print(found.report(Path(path)), file=sys.stderr)
+    return found.records
+
+
+def load(path: str | Path) -> Records:
+    """`read`, with the number of damaged lines in place of the message. Without a file there are no records."""
+    records, damaged = [], 0
+    for line in _lines(Path(path)):
+        record = _parsed(line.strip(b"\0"))  # a power failure may leave a block of zeros before a whole line
+        if record is not None:
+            records.append(record)
+        if record is None or line.startswith(b"\0"):
+            damaged += 1
+    return Records(records, damaged)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines that are not blank, without their end; a last one that has none is cut off, unless it is zeros."""
     if not path.is_file():
         return
-    with path.open() as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if line.strip() and line.endswith(b"\n") | line.startswith(b"\0"):
+                    yield line.removesuffix(b"\n")
+    except OSError as error:
+        raise files.problem(error, path, "read") from error
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    step = record.get("step")
+    return record if type(step) is int and 0 <= step < 2**63 else None
 
 
 def _line(record: dict) -> str:
@@ -68,11 +127,22 @@ def _line(record: dict) -> str:
     return json.dumps(finite) + "\n"
 
 
-def _board(folder: Path, first_step: int):
+def check_tensorboard() -> None:
+    """Checks that TensorBoard's writer is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
     try:
-        from tensorboardX import SummaryWriter
+        import tensorboardX  # noqa: F401
     except ImportError as error:
         raise ConfigError("train.tensorboard needs the extra: pip install 'kimi-jax[tensorboard]'") from error
+
+
+def _board(folder: Path, first_step: int):
+    check_tensorboard()
+    from tensorboardX import SummaryWriter
+
     return SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
 
@@ -80,14 +150,14 @@ def plot(path: str | Path, target: str | Path) -> None:
     """Draws a run's `metrics.jsonl` as a picture of four panels: bits per byte, rates and norms, logits, experts."""
     from matplotlib.figure import Figure  # no pyplot: a notebook keeps its own backend
 
-    records = list(read(path))
+    records = read(path)
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] in ("eval", "final")]
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2)
 
     def line(axis, rows, key, **style):
-        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
         if points:
             axis.plot(*zip(*points, strict=True), **style)
 
@@ -109,6 +179,5 @@ def plot(path: str | Path, target: str | Path) -> None:
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize=8)
-    partial = Path(target).with_suffix(".partial.png")
-    figure.savefig(partial, dpi=110)
-    os.replace(partial, target)
+    with files.writing(target) as file:
+        figure.savefig(file, format="png", dpi=110)  # type: ignore[arg-type]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
+from kimi_jax import files
 from kimi_jax.config import Config, ConfigError, from_dict, to_dict
-from kimi_jax.train import metrics
+from kimi_jax.optim.schedule import schedule
+from kimi_jax.train.folder import CHECKPOINTS
 
 MAY_CHANGE = {
     "name",
@@ -26,19 +30,93 @@ MAY_CHANGE = {
 
 
 HOW = ("mesh.", "rules.", "slices.")
-"""Beginnings of settings of where a run computes: it goes on on any mesh."""
+"""Beginnings of the settings of where a run computes: it resumes on any mesh."""
 
 
-def check_saved(saved: dict, latest: int, config: Config, folder: Path) -> dict | None:
-    """Refuses to go on from a checkpoint that is not this run's; gives the final record if the run is finished."""
-    check_same(saved["config"], to_dict(config), folder)
-    steps = config.train.steps
-    if latest > steps:
+SCHEDULE = {f"optim.{name}" for name in ("schedule_from", "learning_rate", "warmup_fraction")}
+"""Settings that may change where a new schedule begins: at the step resumed from."""
+
+
+def check_start(folder: Path, config: Config, records: list[dict]) -> None:
+    """Checks, where a run has no checkpoint, that it has lost none: else it would start over and drop its metrics.
+
+    Raises:
+        ConfigError: it has got further than to the second checkpoint; or the schedule is to begin at a later step.
+    """
+    begin = config.optim.schedule_from
+    if begin:
         raise ConfigError(
-            f"{folder} is at step {latest}, past train.steps={steps}; raise it, choose another --name, or "
-            "begin anew with --restart"
+            f"optim.schedule_from={begin} is for a run that resumes from step {begin}, and {folder} has no checkpoint; "
+            "set it to 0"
         )
-    return _final_record(folder, steps) if latest == steps else None
+    last = max((record["step"] for record in records), default=0)
+    # One checkpoint may still have been in writing when the run was killed, but a run waits for it before the next.
+    held = folder / CHECKPOINTS
+    if last > (2 * _interval(folder, config) if held.is_dir() else 0):
+        raise ConfigError(
+            f"{held} {'is empty' if held.is_dir() else 'is missing'}, though metrics.jsonl goes up to step {last}; "
+            "put the checkpoints back, choose another --name, or start over with --restart"
+        )
+
+
+def _interval(folder: Path, config: Config) -> int:
+    """Steps from one checkpoint to the next, as they were when the run was last started."""
+    try:
+        before = files.read_json(folder / "config.json")["train"]["checkpoint_every"]
+    except (files.FileError, KeyError, TypeError):
+        before = 0
+    return max(before if isinstance(before, int) else 0, config.train.checkpoint_every)
+
+
+def check_saved(saved: dict, step: int, config: Config, folder: Path) -> None:
+    """Rejects a checkpoint that this run cannot resume from: of other settings, past its end, or not of training."""
+    lacking = {"config", "batches", "data"} - saved.keys()
+    if lacking:
+        raise ConfigError(
+            f"checkpoint {step} in {folder} is not of training: its metadata lacks {', '.join(sorted(lacking))}; "
+            f"choose another --name, and begin with its parameters: --train.init-from {folder}"
+        )
+    check_same(saved["config"], to_dict(config), folder, step)
+    steps = config.train.steps
+    if step > steps:
+        raise ConfigError(
+            f"{folder} is at step {step}, past train.steps={steps}; raise it, choose another --name, or "
+            "start over with --restart"
+        )
+
+
+def final_record(records: list[dict], steps: int) -> dict | None:
+    """The record of a run that is finished at this step, if there is one with its number."""
+    for record in reversed(records):
+        if record["kind"] == "final" and record["step"] == steps:
+            bits = record.get("bits_per_byte", "")
+            if bits is None or isinstance(bits, int | float):  # null stands for NaN
+                return {"xz_bits_per_byte": None, **record, "bits_per_byte": math.nan if bits is None else bits}
+    return None
+
+
+def rate_change(saved: dict, config: Config, step: int, count: int) -> str | None:
+    """A line on where the learning rate goes from here, if its schedule is another than the checkpoint's.
+
+    Args:
+        saved: the checkpoint's metadata.
+        config: of the run that resumes.
+        step: the checkpoint's.
+        count: steps that the optimizer has taken: fewer, if some were skipped.
+    """
+    before = from_dict(Config, saved["config"])
+    if (before.optim, before.train.steps) == (config.optim, config.train.steps):
+        return None
+    last = np.asarray(schedule(before.optim, before.train.steps)(max(count - 1, 0)))
+    following = np.asarray(schedule(config.optim, config.train.steps)(count))
+    steps = config.train.steps
+    line = f"Learning rate: {last:.3g} before, {following:.3g} now, on a schedule that ends at step {steps}"
+    if config.optim.schedule_from or steps == before.train.steps:
+        return line + "."
+    return (
+        f"{line} in place of {before.train.steps}. For a new warmup and cosine from here on, add "
+        f"--optim.schedule-from {step}, and --optim.learning-rate for its peak."
+    )
 
 
 def without_paths(config: dict) -> dict[str, Any]:
@@ -53,22 +131,26 @@ def versions() -> tuple[str, str]:
         return "", jax.__version__
 
 
-def check_same(saved: dict, current: dict, folder: Path) -> None:
-    """Refuses to resume a checkpoint of another model, optimizer, data or batch; names each difference."""
+def check_same(saved: dict, current: dict, folder: Path, step: int = 0) -> None:
+    """Rejects a checkpoint of another model, optimizer, data or batch; names each difference."""
     saved = to_dict(from_dict(Config, saved))  # settings younger than the checkpoint have their defaults
     before, now = (_leaves(json.loads(json.dumps(tree))) for tree in (saved, current))
+    begin = now.get("optim.schedule_from")
+    may_change = MAY_CHANGE | (SCHEDULE if step and begin == step else set())
     changed = sorted(
         f"{key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now"
         for key in before.keys() | now.keys()
         if before.get(key) != now.get(key)
-        and key not in MAY_CHANGE
+        and key not in may_change
         and not key.endswith(".path")
         and not key.startswith(HOW)
     )
     if changed:
+        if step and begin != before.get("optim.schedule_from"):
+            changed.append(f"(a new schedule begins at the step resumed from: --optim.schedule-from {step})")
         raise ConfigError(
-            f"{folder} holds a run with other settings:\n  " + "\n  ".join(changed) + "\nSet them back, choose "
-            "another --name, or begin anew with --restart"
+            f"{folder} holds a run with other settings: {'; '.join(changed)}; set them back, choose another --name, or "
+            "start over with --restart"
         )
 
 
@@ -80,8 +162,3 @@ def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     else:
         return {prefix: tree}
     return {path: leaf for key, value in items for path, leaf in _leaves(value, f"{prefix}.{key}".lstrip(".")).items()}
-
-
-def _final_record(folder: Path, steps: int) -> dict | None:
-    records = [r for r in metrics.read(folder / "metrics.jsonl") if r["kind"] == "final" and r["step"] == steps]
-    return records[-1] if records else None

@@ -73,11 +73,17 @@ def signals():
 
 
 def resume_command() -> str:
-    """The command that goes on with this run, as a shell takes it."""
+    """The command that resumes this run, as a shell takes it: without what would send it back or remove it."""
     program, *arguments = sys.argv
     if "ipykernel" in program:
         return "run the cell again"
     start = ["python", "-m", "kimi_jax"] if Path(program).name == "__main__.py" else [program]
     if program.endswith(".py") and len(start) == 1:
         start = ["python", program]
-    return shlex.join([*start, *(part for part in arguments if part not in ("--restart", "--no-restart"))])
+    kept, option = [], ""
+    for part in arguments:
+        before, option = option, part.replace("_", "-")
+        if option in ("--restart", "--no-restart") or "--resume-from" in (before, option.partition("=")[0]):
+            continue
+        kept.append(part)
+    return shlex.join([*start, *kept])

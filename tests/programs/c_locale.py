@@ -1,0 +1,15 @@
+"""Trains the config of a file to its end, and shows the finished run, as the command does."""
+
+import sys
+
+import tests.programs.shared_cache  # noqa: F401
+from kimi_jax import cli
+
+
+def main() -> None:
+    for _ in range(2):
+        cli.train(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
