@@ -43,7 +43,7 @@ Tree = TypeVar("Tree")
 
 
 for _noisy in ("absl", "orbax"):
-    logging.getLogger(_noisy).setLevel(logging.ERROR)
+    logging.getLogger(_noisy).setLevel(logging.CRITICAL)  # what fails is raised here too, in one line
 
 
 def flatten(tree: Any) -> dict[str, jax.Array]:
@@ -124,7 +124,8 @@ class Checkpoints:
         found = self._verified(step)
         with self._reading(found):
             saved = ocp.metadata(found.root).metadata
-        assert isinstance(saved, dict)
+            if not isinstance(saved, dict):
+                raise ValueError("it finds no arrays")
         return saved
 
     def save(self, step: int, tree: Any, metadata: dict) -> None:
@@ -140,7 +141,7 @@ class Checkpoints:
             with ocp.Context(array_options=_IN_CHUNKS):
                 custom = metadata | {FORMAT: 1}
                 writing = ocp.save_async(self._partial(step), flatten(tree), custom_metadata=custom)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise self._failed(step, error) from error
         self._saving = self._background.submit(self._finish, step, writing)
         self._step_saving = step
@@ -220,15 +221,13 @@ class Checkpoints:
 
     def _failed(self, step: int, error: BaseException) -> FileError:
         """The one line for a save that failed, whatever failed in it: Orbax and TensorStore raise what they like."""
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__
-        code = re.search(r"OS error (\d+)", str(error))
+        cause = _root(error)
+        code = re.search(r"(?:OS error |os_error_code=')(\d+)", str(cause))
         if code:
             cause = OSError(int(code[1]), os.strerror(int(code[1])))
         if isinstance(cause, OSError):
             return files.problem(cause, self.folder / str(step), "write checkpoint")
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        reason = (str(cause).strip() or repr(cause)).partition("\n")[0]
         newest = self.latest
         kept = "there is none before it" if newest is None else f"the newest is step {newest}"
         return FileError(f"cannot write checkpoint {self.folder / str(step)}: {reason}; {kept}")
@@ -285,10 +284,10 @@ class Checkpoints:
         """Without checksums, it is Orbax that finds out that a checkpoint is not whole."""
         try:
             yield
-        except (ValueError, OSError, KeyError) as error:
+        except Exception as error:  # Orbax raises `Exception` itself where it cannot read an array
             if found.sums is not None:
                 raise
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            reason = str(_root(error)).strip().partition("\n")[0]
             raise damage(self.folder, int(found.root.name), f"Orbax cannot read it ({reason})") from error
 
     def _check(self, wanted: dict[str, jax.ShapeDtypeStruct], step: int | None) -> None:
@@ -301,6 +300,13 @@ class Checkpoints:
                 problems.append(f"{name} is {there[1]}{list(there[0])}, this run needs {here[1]}{list(here[0])}")
         if problems:
             raise ConfigError(f"the checkpoint in {self.folder} does not fit:\n  " + "\n  ".join(problems))
+
+
+def _root(error: BaseException) -> BaseException:
+    """What an error was raised from, first of all."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 _barriers = itertools.count()  # a barrier's name is used once; all processes save alike, so their counts agree

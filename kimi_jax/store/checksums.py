@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -153,13 +154,15 @@ class Step:
 
     def _check_size(self, path: str, expected: Sum) -> None:
         try:
-            size = (self.root / path).stat().st_size
+            found = (self.root / path).stat()
         except FileNotFoundError as error:
             raise Damaged(f"{path} is missing") from error
         except OSError as error:
             raise Damaged(f"{path} cannot be read: {error.strerror}") from error
-        if size != expected.size:
-            raise Damaged(f"{path} has {size:,} bytes in place of {expected.size:,}")
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{path} is not a file")
+        if found.st_size != expected.size:
+            raise Damaged(f"{path} has {found.st_size:,} bytes in place of {expected.size:,}")
 
 
 def steps_in(folder: Path) -> list[int]:
