@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +31,6 @@ from kimi_jax.store.safetensors_files import CheckpointError
 
 CHUNK_BYTES = 64 * 2**20
 """Most bytes of an array that are written as one: what it costs to read any slice of it."""
-JOURNAL = f"{CHECKSUMS}.journal"
-"""Name of the list of chunks that are whole, in a checkpoint that is being written."""
 
 
 @dataclass(frozen=True)
@@ -127,15 +124,14 @@ def _mapped(folder: Path, step: Step) -> Stored:
 class SlicedCheckpoint:
     """A checkpoint that is written slice by slice, for arrays that no memory holds; `Checkpoints` reads it.
 
-    Each array is a folder of uncompressed chunks (zarr), one file each, which has its name only when it is whole. A
-    writer that is killed resumes with the chunks that are not `held`.
+    Each array is a folder of uncompressed chunks (zarr), one file each, which has its name only when it is whole: a
+    writer that was killed resumes with the chunks that are absent.
     """
 
     def __init__(self, folder: Path, step: int, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]]):
         self.root = folder / str(step)
         self.shapes = dict(shapes)
         self.chunk_shapes = {name: chunk_shape(shape, dtype.itemsize) for name, (shape, dtype) in shapes.items()}
-        self._journal = _read_journal(self.root)
         for name, (shape, dtype) in shapes.items():
             about = orbax_format.array_metadata(shape, self.chunk_shapes[name], dtype)
             files.write_json(self.root / ITEM / name / ZARR, about)
@@ -147,65 +143,44 @@ class SlicedCheckpoint:
             index = tuple(slice(i * part, (i + 1) * part) for i, part in zip(at, chunk, strict=True))
             yield index, self.root / ITEM / name / ".".join(map(str, at))
 
-    def held(self, file: Path) -> bool:
-        """Whether a chunk that an earlier writer left is whole: it has the size and checksum that were noted."""
-        known = self._journal.get(_path(file))
-        if known is None or not file.is_file():
-            return False
-        return Sum(file.stat().st_size, files.file_checksum(file)) == known
-
-    def finish(self, metadata: dict) -> None:
+    def finish(self, metadata: dict, checksums: Mapping[Path, str] | None = None) -> None:
         """Makes the chunks a checkpoint, once all of them are there.
 
+        Args:
+            metadata: JSON to store with it.
+            checksums: of chunks, as `write_chunk` returned them; a chunk without one is read again for it.
+
         Raises:
-            CheckpointError: one is absent, or has another size.
+            CheckpointError: a chunk is absent, or has another size.
         """
-        chunks = [file for name in self.shapes for _, file in self.chunks(name)]
-        expected = {
-            _path(file): math.prod(self.chunk_shapes[name]) * dtype.itemsize
+        sizes = {
+            file: math.prod(self.chunk_shapes[name]) * dtype.itemsize
             for name, (_, dtype) in self.shapes.items()
             for _, file in self.chunks(name)
         }
-        wrong = [_path(f) for f in chunks if not f.is_file() or f.stat().st_size != expected[_path(f)]]
+        wrong = [_path(file) for file, size in sizes.items() if not file.is_file() or file.stat().st_size != size]
         if wrong:
             raise CheckpointError(f"{self.root} is not whole: {', '.join(wrong)} absent or of another size")
         shapes = {name: shape for name, (shape, _) in self.shapes.items()}
         files.write_json(self.root / ITEM / METADATA, orbax_format.tree_metadata(shapes))
         files.write_json(self.root / WHOLE, orbax_format.checkpoint_metadata(metadata | {FORMAT: 1}))
-        noted = _read_journal(self.root)
-        sums = {path: noted[path] for path in expected if path in noted and noted[path].size == expected[path]}
+        known = {file: (checksums or {}).get(file) for file in sizes}
+        sums = {_path(file): Sum(sizes[file], checksum) for file, checksum in known.items() if checksum is not None}
         others = [WHOLE, f"{ITEM}/{METADATA}", *(f"{ITEM}/{name}/{ZARR}" for name in self.shapes)]
-        sums |= sums_of(self.root, [path for path in [*expected, *others] if path not in sums])
+        sums |= sums_of(self.root, [path for path in [*map(_path, sizes), *others] if path not in sums])
         files.write(self.root / CHECKSUMS, text_of(sums))
-        (self.root / JOURNAL).unlink(missing_ok=True)
 
 
-def write_chunk(file: Path, values: np.ndarray) -> None:
-    """Writes one chunk of a `SlicedCheckpoint`, and notes its checksum in the journal."""
+def write_chunk(file: Path, values: np.ndarray) -> str:
+    """Writes one chunk of a `SlicedCheckpoint`, and returns its checksum."""
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
     files.write(file, data)
-    journal = file.parents[2] / JOURNAL
-    try:
-        with open(journal, "a", encoding="utf-8") as notes:  # what a power failure takes of it is written again
-            notes.write(f"{files.checksum(data)} {len(data)} {_path(file)}\n")
-    except OSError as error:
-        raise files.problem(error, journal, "write") from error
+    return files.checksum(data)
 
 
 def _path(file: Path) -> str:
     """A chunk's path in its step's folder."""
     return "/".join(file.parts[-3:])
-
-
-def _read_journal(root: Path) -> dict[str, Sum]:
-    """Chunks that were written whole, by the journal; a last line that is torn is not counted."""
-    found = {}
-    text = files.read_text(root / JOURNAL) if (root / JOURNAL).is_file() else ""
-    for line in text.split("\n")[:-1]:
-        with suppress(ValueError):
-            checksum, size, path = line.split(" ", 2)
-            found[path] = Sum(int(size), checksum)
-    return found
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

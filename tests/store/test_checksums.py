@@ -15,7 +15,7 @@ from kimi_jax.store import checkpoint, checksums, sliced
 from kimi_jax.store.checkpoint import Checkpoints
 from kimi_jax.store.checksums import CHECKSUMS, Damaged, Sum
 from kimi_jax.store.safetensors_files import CheckpointError
-from kimi_jax.store.sliced import JOURNAL, SlicedCheckpoint
+from kimi_jax.store.sliced import SlicedCheckpoint
 
 TREE = {f"layer_{i}": np.random.default_rng(i).standard_normal((40, 50)).astype(np.float32) for i in range(4)}
 SMALL = {"scalar": jnp.float32(1.5), "few": jnp.arange(3)}
@@ -87,24 +87,18 @@ ARRAYS = {"params.w": np.arange(4 * 64 * 32, dtype=np.float32).reshape(4, 64, 32
 SHAPES = {name: (array.shape, array.dtype) for name, array in ARRAYS.items()}
 
 
-def write_all(written: SlicedCheckpoint) -> int:
-    """Writes the chunks that are not held, and how many these are."""
-    count = 0
-    for name, array in ARRAYS.items():
-        for index, file in written.chunks(name):
-            if not written.held(file):
-                sliced.write_chunk(file, array[index])
-                count += 1
-    return count
+def write_all(written: SlicedCheckpoint) -> dict[Path, str]:
+    """Writes all chunks: file -> checksum."""
+    chunks = [(array[index], file) for name, array in ARRAYS.items() for index, file in written.chunks(name)]
+    return {file: sliced.write_chunk(file, values) for values, file in chunks}
 
 
 @pytest.fixture
 def converted(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(sliced, "CHUNK_BYTES", 64 * 32 * 4)
     written = SlicedCheckpoint(tmp_path, 0, SHAPES)
-    assert write_all(written) == 5
+    assert len(write_all(written)) == 5
     written.finish({"config": {}})
-    assert not (tmp_path / "0" / JOURNAL).exists()
     return tmp_path
 
 
@@ -135,30 +129,19 @@ def test_damage_to_a_conversion_is_noticed_where_it_is_read(converted, name):
         sliced.open_arrays(converted, 0)
 
 
-def zero(file: Path) -> None:
-    file.write_bytes(bytes(file.stat().st_size))
-
-
-@pytest.mark.parametrize("break_it", [zero, Path.unlink, lambda file: file.write_bytes(b"")])
-def test_a_chunk_that_a_power_failure_broke_is_written_again(tmp_path, monkeypatch, break_it):
-    monkeypatch.setattr(sliced, "CHUNK_BYTES", 64 * 32 * 4)
-    assert write_all(SlicedCheckpoint(tmp_path, 0, SHAPES)) == 5
-    break_it(tmp_path / "0/state/params.w/3.0.0")
-    written = SlicedCheckpoint(tmp_path, 0, SHAPES)
-    assert write_all(written) == 1
-    written.finish({})
-    for name, array in sliced.open_arrays(tmp_path, 0).items():
-        assert np.array_equal(array.read(()), ARRAYS[name])
-
-
-def test_a_journal_that_lost_its_end_costs_only_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(sliced, "CHUNK_BYTES", 64 * 32 * 4)
-    write_all(SlicedCheckpoint(tmp_path, 0, SHAPES))
-    journal = tmp_path / "0" / JOURNAL
-    journal.write_text(journal.read_text()[:-30])
-    assert write_all(SlicedCheckpoint(tmp_path, 0, SHAPES)) == 1
-    journal.unlink()
-    assert write_all(SlicedCheckpoint(tmp_path, 0, SHAPES)) == 5
+def test_checksums_that_are_known_are_not_computed_again(converted, tmp_path, monkeypatch):
+    read = []
+    plain = files.file_checksum
+    monkeypatch.setattr(files, "file_checksum", lambda path: read.append(path.name) or plain(path))
+    written = SlicedCheckpoint(tmp_path / "other", 0, SHAPES)
+    known = write_all(written)
+    lost = tmp_path / "other/0/state/params.w/1.0.0"
+    del known[lost]
+    written.finish({"config": {}}, known)
+    assert sorted(read) == [".zarray", ".zarray", "1.0.0", "_CHECKPOINT_METADATA", "_METADATA"]
+    Checkpoints(tmp_path / "other").check()
+    ours, theirs = ((folder / "0" / CHECKSUMS).read_text().splitlines() for folder in (converted, tmp_path / "other"))
+    assert [line for line in ours if "params" in line] == [line for line in theirs if "params" in line]
 
 
 def test_chunks_that_are_absent_or_short_make_no_checkpoint(tmp_path):
