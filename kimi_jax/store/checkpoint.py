@@ -123,7 +123,7 @@ class Checkpoints:
         """Path -> shape and dtype of what a checkpoint holds."""
         found = self._verified(step)
         with self._reading(found):
-            saved = ocp.metadata(found.root).metadata
+            saved = ocp.metadata(str(found.root)).metadata
             if not isinstance(saved, dict):
                 raise ValueError("it finds no arrays")
         return saved
@@ -140,7 +140,7 @@ class Checkpoints:
         try:
             with ocp.Context(array_options=_IN_CHUNKS):
                 custom = metadata | {FORMAT: 1}
-                writing = ocp.save_async(self._partial(step), flatten(tree), custom_metadata=custom)
+                writing = ocp.save_async(str(self._partial(step)), flatten(tree), custom_metadata=custom)
         except OSError as error:
             raise self._failed(step, error) from error
         self._saving = self._background.submit(self._finish, step, writing)
@@ -163,7 +163,7 @@ class Checkpoints:
         found = self._verified(step)
         options = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
         with ocp.Context(pytree_options=options), self._reading(found):
-            return unflatten(like, ocp.load(found.root, wanted))
+            return unflatten(like, ocp.load(str(found.root), wanted))
 
     def wait(self) -> None:
         """Returns once what `save` began is whole on disk.
