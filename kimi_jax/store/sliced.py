@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
+
+from kimi_jax import files
 
 CHUNK_BYTES = 64 * 2**20
 """Most bytes of an array that are written as one: what it costs to read any slice of it."""
@@ -138,9 +139,7 @@ class SlicedCheckpoint:
 
 def write_chunk(file: Path, values: np.ndarray) -> None:
     """Writes one chunk of a `SlicedCheckpoint`."""
-    partial = file.with_name(file.name + ".partial")
-    np.ascontiguousarray(values).tofile(partial)
-    os.replace(partial, file)
+    files.write(file, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
