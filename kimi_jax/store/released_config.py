@@ -309,13 +309,13 @@ def export_config(config: ModelConfig, *, packed: bool) -> dict[str, Any]:
     if theirs is not None:
         before = parse_config(Path(CONFIG), theirs)
         ours = _merged(theirs, released_config(before), ours) if _layout(before) == _layout(config) else ours
-    for keys in (ours, ours.get(TEXT, {})):
-        keys.pop(KEY, None)
     made = _quantization(config) if packed else None
+    home = ours if theirs is not None and KEY in theirs else ours.get(TEXT, ours)
+    for keys in (ours, ours.get(TEXT, ours)):
+        if made is None or keys is not home:
+            keys.pop(KEY, None)
     if made is not None:
-        at_top = theirs is not None and KEY in theirs
-        made = updated_quantization(quantization or {}, made, config)
-        (ours if at_top else ours.get(TEXT) or ours)[KEY] = made
+        home[KEY] = updated_quantization(quantization or {}, made, config)
     return ours
 
 

@@ -161,6 +161,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:190]}.. ({len(text):,} characters)"
 
 
+def _printable(key: str) -> str:
+    """A key in a message, on one line."""
+    return key if key.isprintable() else repr(key)
+
+
 def check_fixed(where: str | Path, keys: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     """Rejects keys with another value than ours, or than one of ours where a tuple is given.
 
@@ -190,7 +195,7 @@ def read_rope(where: str | Path, text: Mapping[str, Any]) -> RoPEConfig:
     for key in sorted(text):
         if key not in _ROPE_KEYS and ("rope" in key or "rotary" in key or "yarn" in key) and "head_dim" not in key:
             raise ConfigError(
-                f"{where}: {key}={shown(text[key])} is not understood, only {', '.join(sorted(_ROPE_KEYS))}; "
+                f"{where}: {_printable(key)}={shown(text[key])} is not understood, only {', '.join(sorted(_ROPE_KEYS))}; "
                 "it may be another model than this code computes"
             )
     given: dict[str, Any] = {}
@@ -201,7 +206,7 @@ def read_rope(where: str | Path, text: Mapping[str, Any]) -> RoPEConfig:
         else:
             found = take_object(where, text, part)
         for key, value in found.items():
-            name = f"{part}.{key}" if part else key
+            name = _printable(f"{part}.{key}" if part else key)
             key = _ROPE_TYPE if key == "type" else key
             if value is None:
                 continue
@@ -241,7 +246,7 @@ def check_keys(where: str | Path, names: Mapping[str, str], known: set[str], giv
     for key in sorted(given.keys() - known):
         if given[key] is not None:
             raise ConfigError(
-                f"{where}: {names.get(key, key)}={shown(given[key])} is not understood; "
+                f"{where}: {_printable(names.get(key, key))}={shown(given[key])} is not understood; "
                 "it may be another model than this code computes"
             )
 

@@ -426,7 +426,7 @@ def test_saving_never_overwrites_and_leaves_nothing_half_done(tmp_path, monkeypa
     assert not (tmp_path / "full").exists()
     monkeypatch.undo()
     monkeypatch.setattr(safetensors_files, "write", lambda *args: (_ for _ in ()).throw(OSError("no space")))
-    with pytest.raises(files.FileError, match="cannot write .*broken"):
+    with pytest.raises(files.FileError, match=r"cannot write .*broken"):
         save_release(tmp_path / "broken", model, config)
     assert not (tmp_path / "broken").exists()
 
