@@ -194,10 +194,11 @@ def _export(exported: _Exported, target: Path, verify: bool, like, packed: bool,
 
 def _verify_export(target: Path, made: Plan, others: dict[str, Path], exported: _Exported, console: Console) -> None:
     """Compares a released directory with the checkpoint that it was exported from, byte for byte."""
-    if not (target / released_config.CONFIG).is_file():
-        raise CheckpointError(f"{target} has no {released_config.CONFIG}, so it is no export; choose another")
-    if files.parse_json(made.config, released_config.CONFIG) != files.read_json(target / released_config.CONFIG):
-        raise CheckpointError(f"{target / released_config.CONFIG} is not that of the export; convert to a new target")
+    texts = {released_config.CONFIG: made.config, safetensors_files.INDEX: made.index}
+    for name, text in texts.items():
+        found = (target / name).read_bytes() if (target / name).is_file() else None
+        if found != (None if text is None else text.encode()):
+            raise CheckpointError(f"{target / name} is not that of the export; convert to a new target")
     _compare(target, others)
     _verify(target, made, exported.source, console)
 

@@ -56,7 +56,6 @@ class Pending:
 
     def _append(self, line: dict[str, Any]) -> None:
         self._record.write(json.dumps(line).encode() + b"\n")
-        self._record.flush()
 
 
 def check_new(path: Path) -> None:
@@ -104,40 +103,39 @@ def pending(target: Path, plan: list[Any], needed: int) -> Iterator[Pending]:
     partial = partial_of(target)
     digest = hashlib.sha256(json.dumps(plan).encode()).hexdigest()
     try:
-        left = _record_of(partial)
-        held = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-        files.check_room(target, needed - held if left is not None else needed)
+        held = 0
+        if _record_of(partial) is not None:
+            held = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+        files.check_room(target, needed - held)
         partial.mkdir(parents=True, exist_ok=True)
-        # The lock: open until the folder has its name.
-        record = open(partial / RECORD, "a+b")  # noqa: SIM115
-    except OSError as error:
-        raise files.problem(error, target, "write") from error
-    with record:
-        _lock(record, partial)
-        found, finished = _parse_record(partial)
-        resumed = found == digest
-        if resumed:
-            for torn in partial.rglob(f".*{files.PARTIAL}"):
-                torn.unlink()
-        else:
-            _empty(partial)
-            finished = {}
-            record.truncate(0)
-            line = {PLAN: digest, "host": socket.gethostname(), "pid": os.getpid()}
-            record.write(json.dumps(line).encode() + b"\n")
-            record.flush()
-            os.fsync(record.fileno())
-        try:
-            yield Pending(partial, record, finished, resumed)
+        # The lock, too: open until the folder has its name. Without a buffer, so that closing it writes nothing.
+        with open(partial / RECORD, "a+b", buffering=0) as record:
+            _lock(record, partial)
+            yield _begun(partial, record, digest)
             os.sync()  # nothing half-written has the name, even after the power fails
             os.replace(partial, target)  # an empty folder there is taken over
             files.sync_folder(target.parent)
             (target / RECORD).unlink()
-        except OSError as error:
-            name = error.filename
-            if isinstance(name, str) and not Path(name).absolute().is_relative_to(partial):
-                raise files.problem(error, name, "read") from error
-            raise files.problem(error, target, "write") from error
+    except OSError as error:
+        name = error.filename
+        if isinstance(name, str) and not Path(name).absolute().is_relative_to(partial):
+            raise files.problem(error, name, "read") from error
+        raise files.problem(error, target, "write") from error
+
+
+def _begun(partial: Path, record: BinaryIO, digest: str) -> Pending:
+    """The folder as the same plan left it; empty, if another did."""
+    found, finished = _parse_record(partial)
+    if found == digest:
+        for torn in partial.rglob(f".*{files.PARTIAL}"):
+            torn.unlink()
+        record.write(b"\n")  # ends a line that was cut short
+        return Pending(partial, record, finished, resumed=True)
+    _empty(partial)
+    record.truncate(0)
+    record.write(json.dumps({PLAN: digest, "host": socket.gethostname(), "pid": os.getpid()}).encode() + b"\n")
+    os.fsync(record.fileno())
+    return Pending(partial, record, {}, resumed=False)
 
 
 def _check_ours(partial: Path) -> None:

@@ -195,8 +195,8 @@ def read_rope(where: str | Path, text: Mapping[str, Any]) -> RoPEConfig:
     for key in sorted(text):
         if key not in _ROPE_KEYS and ("rope" in key or "rotary" in key or "yarn" in key) and "head_dim" not in key:
             raise ConfigError(
-                f"{where}: {_printable(key)}={shown(text[key])} is not understood, only {', '.join(sorted(_ROPE_KEYS))}; "
-                "it may be another model than this code computes"
+                f"{where}: {_printable(key)}={shown(text[key])} is not understood, only "
+                f"{', '.join(sorted(_ROPE_KEYS))}; it may be another model than this code computes"
             )
     given: dict[str, Any] = {}
     names: dict[str, str] = {}  # key -> where it was found

@@ -135,7 +135,7 @@ ROPE_ERRORS = [
     ({"rope_scaling": SCALED | {"attn_factor": 2.0}}, "attn_factor=2.0 is not supported, only 1"),
     ({"rope_scaling": SCALED | {"extrapolation_factor": 0.5}}, "extrapolation_factor=0.5 is not supported, only 1"),
     ({"rope_scaling": SCALED | {"short_factor": [1.0]}}, r"rope_scaling\.short_factor=\[1\.0\] is not understood"),
-    ({"rope_scaling": SCALED | {"long\nfactor": 2}}, r"rope_scaling\.long\\\\nfactor'=2 is not understood"),
+    ({"rope_scaling": SCALED | {"long\nfactor": 2}}, r"'rope_scaling\.long\\nfactor'=2 is not understood"),
     ({"rope_parameters": SCALED | {"low_freq_factor": 1}}, r"rope_parameters\.low_freq_factor=1 is not understood"),
     (
         {"rope_scaling": ..., "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
