@@ -156,8 +156,9 @@ def take_object(where: str | Path, keys: Mapping[str, Any], key: str) -> dict[st
 
 def shown(value: object) -> str:
     """A value in a message: on one line, and short."""
-    huge = isinstance(value, int) and value.bit_length() > 1000  # Python refuses to print the digits of larger ones
-    text = f"an integer of {value.bit_length():,} bits" if huge else repr(value)
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print the digits of larger ones
+        return f"an integer of {value.bit_length():,} bits"
+    text = repr(value)
     return text if len(text) <= 200 else f"{text[:190]}.. ({len(text):,} characters)"
 
 
