@@ -114,7 +114,7 @@ def nnx_transforms(module: str, source: str) -> list[str]:
 
 def foreign_names(module: str, source: str) -> list[str]:
     """Hugging Face's names of tensors and settings outside the modules whose concern they are."""
-    if module in {f"{PACKAGE}.store.{name}" for name in ("names", "released_config", "released_keys")}:
+    if module in {f"{PACKAGE}.store.{name}" for name in ("names", "released_config", "released_keys", "quantization")}:
         return []
     return [
         f"{module}:{number}: {match[0]} is Hugging Face's name; it belongs in store/names.py or released_config.py"
