@@ -20,7 +20,7 @@ USAGE = """usage: kimi-jax COMMAND ...
   train NAME [--model.x ... --train.x ...]   train a config, or go on with its run
   eval --checkpoint DIR [--source.x ...]     bits per byte of a checkpoint on any text
   generate --checkpoint DIR --prompt TEXT    continue a text
-  convert SRC DST [--verify]                 a released directory to a checkpoint, or a checkpoint to a released one
+  convert SRC DST [--verify]                 a released directory to a checkpoint, or back; or verify an earlier one
   inspect NAME [--optim | --manifest]        components, shapes, counts, optimizer rules; allocates nothing
   aot NAME --topology v5p:8x8x8              compile its step for a TPU slice: memory, collectives, speed; no TPU needed
 
@@ -82,15 +82,16 @@ class GenerateArgs:
 class ConvertArgs:
     """A released directory (K3, Kimi Linear, K2; quantized or not) to a checkpoint, or a checkpoint to a released one.
 
-    Streams: needs the memory of one file, not of the model. The same command goes on where a killed one stopped.
+    Streams: needs the memory of one tensor, not of the model. The same command resumes a killed one. With --verify and
+    a target that is there already, nothing is written: the two are compared.
     """
 
     source: Annotated[str, tyro.conf.Positional]
     """A directory from the hub, or the folder of a run or of an earlier conversion."""
     target: Annotated[str, tyro.conf.Positional]
-    """A new directory."""
+    """A new directory; with --verify, also one that the same command made."""
     verify: bool = False
-    """Read both again at the end, and compare every tensor byte for byte."""
+    """Read both again at the end, and compare every tensor and file byte for byte."""
     like: str | None = None
     """A released or converted directory whose layout, dtypes, config and tensors of other parts (vision) an export
     takes; by default those that the checkpoint was converted from."""
@@ -238,7 +239,7 @@ def convert(argv: Sequence[str]) -> None:
         seconds = time.perf_counter() - began
         rate = done["bytes"] / seconds / 1e9
         print(f"{done['tensors']:,} tensors, {done['bytes']:,} bytes in {seconds:,.1f} s, {rate:.2f} GB/s")
-        print(f"Saved {args.target}")
+        print(f"{'Saved' if done['written'] else 'Verified'} {args.target}")
 
 
 def inspect(argv: Sequence[str]) -> None:

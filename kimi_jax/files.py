@@ -125,14 +125,15 @@ def read_text(path: str | Path) -> str:
         ) from error
 
 
-def parse_json(text: str | bytes, where: str | Path) -> dict[str, Any]:
-    """A JSON object.
+def parse_json(text: str | bytes, where: str | Path, *, unique: bool = False) -> dict[str, Any]:
+    """A JSON object; with `unique`, one in which no name occurs twice.
 
     Raises:
         FileError: it is not JSON, is nested too deeply, or is no object; the message begins with `where`.
     """
     try:
-        found = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        pairs = _unique if unique else None
+        found = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text, object_pairs_hook=pairs)
     except RecursionError as error:
         raise FileError(f"{where} is JSON nested too deeply to be read; fetch or write it again") from error
     except ValueError as error:
@@ -140,6 +141,14 @@ def parse_json(text: str | bytes, where: str | Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         kind = "null" if found is None else type(found).__name__
         raise FileError(f"{where} holds {kind} where a JSON object is due; fetch or write it again")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return found
 
 

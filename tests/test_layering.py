@@ -113,8 +113,8 @@ def nnx_transforms(module: str, source: str) -> list[str]:
 
 
 def foreign_names(module: str, source: str) -> list[str]:
-    """Hugging Face's names of tensors and settings outside store/names.py and store/released_config.py."""
-    if module in (f"{PACKAGE}.store.names", f"{PACKAGE}.store.released_config"):
+    """Hugging Face's names of tensors and settings outside the modules whose concern they are."""
+    if module in {f"{PACKAGE}.store.{name}" for name in ("names", "released_config", "released_keys", "quantization")}:
         return []
     return [
         f"{module}:{number}: {match[0]} is Hugging Face's name; it belongs in store/names.py or released_config.py"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
 
 from kimi_jax.config.checks import check, check_finite, check_positive, check_types
 
@@ -175,6 +177,9 @@ class ModelConfig:
     bos_token_id: int = 0
     eos_token_id: int = 1
     pad_token_id: int = 2
+    release: Annotated[str | None, tyro.conf.Fixed, tyro.conf.Suppress] = field(default=None, compare=False, repr=False)
+    """config.json of the release that this was read from, as text, so that saving it keeps keys that nothing here uses.
+    No setting: two configs that differ in it alone are equal."""
 
     def __post_init__(self):
         check_types(self)

@@ -9,9 +9,7 @@ was not changed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,18 +19,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from kimi_jax import files
 from kimi_jax.config import Config, ConfigError, ModelConfig, at_step, from_dict, to_dict
 from kimi_jax.model.kimi import declared
 from kimi_jax.store import checkpoint, released_config, safetensors_files, sliced
 from kimi_jax.store.open import config_for, is_release, release_tokenizer
+from kimi_jax.store.pending import Pending, check_new, pending
 from kimi_jax.store.read import Release
-from kimi_jax.store.safetensors_files import CheckpointError
+from kimi_jax.store.safetensors_files import CheckpointError, check_links, listed
 from kimi_jax.store.sliced import SlicedCheckpoint
-from kimi_jax.store.write import Parameters, Plan, check_disk, check_new, plan, plan_like
+from kimi_jax.store.write import Parameters, Plan, plan, plan_like, write_texts
 from kimi_jax.text.tokenizer import RELEASED
 
 ASSETS, HEADERS, CARRIED, FILES = "assets", "headers", "carried", "files"
-PLAN = "plan.sha256"
 
 
 def convert(
@@ -48,12 +47,13 @@ def convert(
     """Converts a released directory to a checkpoint, or a checkpoint to a released directory.
 
     Everything is checked before anything is written. The target has its name only when it is whole; until then it is
-    `TARGET.partial`, and the same call goes on with what a killed one left there.
+    `TARGET.partial`, and the same call resumes from what a killed one left there: files whose size and checksum are
+    those they were written with stay, all others are written again.
 
     Args:
         source: a directory from the hub, or the folder of a run or of an earlier conversion.
-        target: a new directory.
-        verify: reads both again at the end, and compares every tensor byte for byte.
+        target: a new directory; with `verify`, also one that an earlier call made, which is verified alone.
+        verify: reads both again at the end, and compares every tensor and file byte for byte.
         like: a released or converted directory whose layout, dtypes, config and other tensors an exported checkpoint
             takes. By default those that the checkpoint was converted from.
         packed: exports in the quantized format of the family where there is nothing to be like; else in bf16.
@@ -61,94 +61,167 @@ def convert(
         console: where progress is shown.
 
     Returns:
-        `bytes` and `tensors` of the released side.
+        `bytes` and `tensors` of the released side, and `written`: 0 if the target was there and is verified.
 
     Raises:
-        CheckpointError, ConfigError: a source that is not whole or not of the family, a target that exists, too small
-            a disk; bytes that differ, with `verify`.
+        CheckpointError, ConfigError: a source that is not whole or not of the family, a target that exists or that
+            another process is writing; bytes that differ, with `verify`.
+        FileError: the disk is too small, or the operating system refuses.
     """
     source, target = Path(source), Path(target).absolute()
     console = console or Console(stderr=True, highlight=False)
-    check_new(target)
-    if is_release(source):
-        if like is not None:
-            raise ConfigError(f"{source} is a released directory; --like is for exports")
-        return _import(source, target, verify, console)
-    return _export(source, target, verify, like, packed, step, console)
+    there = _is_there(source, target)
+    if not (verify and there):
+        check_new(target)
+    if not is_release(source):
+        return _export(_Exported(source, step), target, verify, like, packed, console)
+    if like is not None:
+        raise ConfigError(f"{source} is a released directory; --like is for exports")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{target} is inside of {source}, which is read whole; choose a target outside of it")
+    return _import(source, target, verify, console)
+
+
+def _is_there(source: Path, target: Path) -> bool:
+    """Whether the target is a folder with something in it; and whether both paths can be looked at.
+
+    Raises:
+        FileError: the operating system refuses, as for a name that is too long or a path through a file.
+    """
+    for path, doing in ((source, "read"), (target, "write")):
+        try:
+            path.stat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise files.problem(error, path, doing) from error
+    return target.is_dir() and any(target.iterdir())
 
 
 def _import(source: Path, target: Path, verify: bool, console: Console) -> dict[str, int]:
     release = Release(source)
+    others = _other_files(source)
+    result = {
+        "bytes": sum(e.num_bytes for e in release.directory.entries.values()),
+        "tensors": len(release.stored),
+    }
+    if verify and _is_there(source, target):
+        _verify_import(source, target, others, console)
+        return result | {"written": 0}
     tokenizer = release_tokenizer(source, release.config)
     config = config_for(target.name, release.config)
-    others = _other_files(source)
     carried = _carried(release)
     leaf_bytes = {name: int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in release.leaves.items()}
-    files = release.directory.files
+    shards = release.directory.files
     needed = sum(leaf_bytes.values()) + sum(shard.num_bytes for shard in carried.values())
-    needed += sum((source / name).stat().st_size for name in others) + sum(len(s.header) for s in files.values())
-    stamp = [[name, (source / name).stat().st_mtime_ns, (source / name).stat().st_size] for name in [*files, *others]]
-    with _partial(target, ["import", str(source.resolve()), stamp], needed, console) as partial:
-        root = partial / ASSETS
+    needed += sum((source / name).stat().st_size for name in others) + sum(len(s.header) for s in shards.values())
+    stamp = [[name, (source / name).stat().st_mtime_ns, (source / name).stat().st_size] for name in [*shards, *others]]
+    with _pending(target, ["import", str(source.resolve()), stamp], needed, console) as made:
+        root = made.path / ASSETS
         for folder in (HEADERS, CARRIED, FILES):
             (root / folder).mkdir(parents=True, exist_ok=True)
         shapes = {f"params.{name}": leaf for name, leaf in release.leaves.items()}
-        written = SlicedCheckpoint(partial / "checkpoints", 0, shapes)
+        written = SlicedCheckpoint(made.path / "checkpoints", 0, shapes)
         with _bar(console, "import", needed) as advance:
             for name, size in leaf_bytes.items():
                 chunks = list(written.chunks(f"params.{name}"))
                 for index, file in chunks:
-                    if not file.is_file():
-                        sliced.write_chunk(file, release.read(name, index))
+                    if not made.is_finished(file):
+                        made.finish(file, sliced.write_chunk(file, release.read(name, index)))
                     advance(size / len(chunks))
-            for file, shard in files.items():
-                _write(root / HEADERS / file, shard.header)
+            for file, shard in shards.items():
+                files.write(root / HEADERS / file, shard.header)
                 advance(len(shard.header))
             for file, shard in carried.items():
-                if not (root / CARRIED / file).is_file():
+                if not made.is_finished(root / CARRIED / file):
                     parts = (block for name in shard.entries for block in release.directory.blocks(name))
-                    safetensors_files.write(root / CARRIED / file, shard, parts)
+                    made.finish(root / CARRIED / file, safetensors_files.write(root / CARRIED / file, shard, parts))
                 advance(shard.num_bytes)
             if carried:
-                _write(root / CARRIED / safetensors_files.INDEX, safetensors_files.index_of(carried).encode())
+                files.write(root / CARRIED / safetensors_files.INDEX, safetensors_files.index_of(carried))
             for name in others:
-                _copy(source / name, root / FILES / name)
+                files.copy(source / name, root / FILES / name)
                 advance((source / name).stat().st_size)
         if tokenizer is not None:
-            tokenizer.save(partial / "tokenizer")
-        written.finish({"config": to_dict(config), "packed": release.kinds})
+            tokenizer.save(made.path / "tokenizer")
+        written.finish({"config": to_dict(config), "packed": release.kinds}, made.checksums)
         if verify:
-            exported = _Exported(partial, 0)
-            _verify(source, exported.plan(None, True), exported.source, console)
-    return {"bytes": sum(e.num_bytes for e in release.directory.entries.values()), "tensors": len(release.stored)}
+            with _starting_over(made):
+                _verify_import(source, made.path, others, console)
+    return result | {"written": needed}
 
 
-def _export(
-    source: Path, target: Path, verify: bool, like, packed: bool, step: int | None, console: Console
-) -> dict[str, int]:
-    exported = _Exported(source, step)
+def _verify_import(source: Path, target: Path, others: list[str], console: Console) -> None:
+    """Compares a converted directory with the release that it was made from, byte for byte."""
+    exported = _Exported(target, 0)
+    if not (target / ASSETS).is_dir():
+        raise CheckpointError(f"{target} has no folder {ASSETS}, so it is no conversion of {source}; choose another")
+    plan = exported.plan(None, True)
+    _compare(source, {name: target / ASSETS / FILES / name for name in others})
+    _verify(source, plan, exported.source, console)
+
+
+def _export(exported: _Exported, target: Path, verify: bool, like, packed: bool, console: Console) -> dict[str, int]:
     made = exported.plan(None if like is None else Path(like), packed)
     others = exported.other_files(None if like is None else Path(like))
+    tensors = [entry for shard in made.files.values() for entry in shard.entries.values()]
+    result = {"bytes": sum(entry.num_bytes for entry in tensors), "tensors": len(tensors)}
+    if verify and _is_there(exported.folder, target):
+        _verify_export(target, made, others, exported, console)
+        return result | {"written": 0}
     needed = made.num_bytes + sum(path.stat().st_size for path in others.values())
     whole = exported.folder / str(exported.step) / sliced.WHOLE
     layout = [[file, hashlib.sha256(shard.header).hexdigest()] for file, shard in made.files.items()]
     stamp = [str(whole.resolve()), whole.stat().st_mtime_ns, made.config, layout]
-    with _partial(target, ["export", *stamp], needed, console) as partial:
+    with _pending(target, ["export", *stamp], needed, console) as out:
         with _bar(console, "export", made.num_bytes) as advance:
             for file, shard in made.files.items():
-                if (partial / file).is_file():
+                if out.is_finished(out.path / file):
                     advance(shard.num_bytes)
                     continue
-                safetensors_files.write(partial / file, shard, _counted(made.blocks(file, exported.source), advance))
+                blocks = _counted(made.blocks(file, exported.source), advance)
+                out.finish(out.path / file, safetensors_files.write(out.path / file, shard, blocks))
         for name, path in others.items():
-            _copy(path, partial / name)
-        if made.index is not None:
-            _write(partial / safetensors_files.INDEX, made.index.encode())
-        _write(partial / released_config.CONFIG, made.config.encode())
+            files.copy(path, out.path / name)
+        write_texts(out.path, made)
         if verify:
-            _verify(partial, made, exported.source, console)
-    tensors = [entry for shard in made.files.values() for entry in shard.entries.values()]
-    return {"bytes": sum(entry.num_bytes for entry in tensors), "tensors": len(tensors)}
+            with _starting_over(out):
+                _verify_export(out.path, made, others, exported, console)
+    return result | {"written": needed}
+
+
+def _verify_export(target: Path, made: Plan, others: dict[str, Path], exported: _Exported, console: Console) -> None:
+    """Compares a released directory with the checkpoint that it was exported from, byte for byte."""
+    texts = {released_config.CONFIG: made.config, safetensors_files.INDEX: made.index}
+    for name, text in texts.items():
+        found = (target / name).read_bytes() if (target / name).is_file() else None
+        if found != (None if text is None else text.encode()):
+            raise CheckpointError(f"{target / name} is not that of the export; convert to a new target")
+    _compare(target, others)
+    _verify(target, made, exported.source, console)
+
+
+def _compare(folder: Path, expected: dict[str, Path]) -> None:
+    """Compares files of a folder with others, byte for byte."""
+    different = [
+        name
+        for name, path in expected.items()
+        if not (folder / name).is_file()
+        or not path.is_file()
+        or files.file_checksum(folder / name) != files.file_checksum(path)
+    ]
+    if different:
+        raise CheckpointError(f"{len(different)} files of {folder} differ; convert again:\n  {listed(different)}")
+
+
+@contextmanager
+def _starting_over(made: Pending) -> Iterator[None]:
+    """What turned out to be wrong is not resumed from."""
+    try:
+        yield
+    except CheckpointError:
+        made.start_over()
+        raise
 
 
 class _Exported:
@@ -172,8 +245,10 @@ class _Exported:
             if name in held and held[name].shape != like.shape:
                 problems.append(f"shape: {name} is {list(held[name].shape)}, the config needs {list(like.shape)}")
         if problems:
-            raise CheckpointError(f"{self.folder} does not hold the model of its config:\n  " + "\n  ".join(problems))
-        self.source = Parameters(lambda leaf, index: held[leaf].read(index), kinds)
+            raise CheckpointError(f"{self.folder} does not hold the model of its config:\n  {listed(problems)}")
+        self.source = Parameters(
+            lambda leaf, index: _read(held[leaf], index, self.folder / str(self.step), leaf), kinds
+        )
         self.assets = self.folder.parent / ASSETS
         self.tokenizer = self.folder.parent / "tokenizer"
 
@@ -185,12 +260,15 @@ class _Exported:
         assets = self._assets(like)
         if assets is None:
             return plan(self.config, packed=packed)
-        files = {}
-        for path in sorted((assets / HEADERS).iterdir()):
-            files[path.name] = safetensors_files.shard_of(path.read_bytes())
+        headers = {}
+        for path in sorted((assets / HEADERS).glob("*")):
+            try:
+                headers[path.name] = safetensors_files.shard_of(path.read_bytes())
+            except (ValueError, files.FileError) as error:
+                raise CheckpointError(f"{path} is truncated or corrupt: {error}; convert the release again") from error
         carried = assets / CARRIED
         original = safetensors_files.Directory(carried) if (carried / safetensors_files.INDEX).is_file() else None
-        return plan_like(self.config, files, assets / FILES, original)
+        return plan_like(self.config, headers, assets / FILES, original)
 
     def other_files(self, like: Path | None) -> dict[str, Path]:
         """Files beside tensors, config and index: name -> where it is."""
@@ -213,12 +291,20 @@ class _Exported:
         return like / ASSETS
 
 
+def _read(array: sliced.Stored, index: tuple, folder: Path, leaf: str) -> np.ndarray:
+    """A slice of an array of a checkpoint."""
+    try:
+        return array.read(index)
+    except (OSError, ValueError) as error:  # a chunk that is absent, or not of its size
+        raise CheckpointError(f"{folder}: {leaf} cannot be read: {error}; convert or copy it again") from error
+
+
 def _verify(folder: Path, made: Plan, source: Parameters, console: Console) -> None:
     """Compares the tensors of a released directory with what parameters give, byte for byte."""
     directory, different = safetensors_files.Directory(folder), []
     with _bar(console, "verify", made.num_bytes) as advance:
         for file, shard in made.files.items():
-            if directory.files[file].header != shard.header:
+            if file not in directory.files or directory.files[file].header != shard.header:
                 different.append(f"the header of {file}")
                 continue
             with open(folder / file, "rb") as handle:
@@ -228,8 +314,9 @@ def _verify(folder: Path, made: Plan, source: Parameters, console: Console) -> N
                     if not all([handle.read(len(block)) == block for block in blocks]):
                         different.append(name)
                     advance(entry.num_bytes)
+    different += [f"the header of {file}" for file in sorted(directory.files.keys() - made.files.keys())]
     if different:
-        raise CheckpointError(f"{len(different)} tensors of {folder} differ:\n  " + "\n  ".join(different))
+        raise CheckpointError(f"{len(different)} tensors of {folder} differ:\n  {listed(different)}")
 
 
 def _carried(release: Release) -> dict[str, safetensors_files.Shard]:
@@ -242,35 +329,31 @@ def _carried(release: Release) -> dict[str, safetensors_files.Shard]:
 
 
 def _other_files(folder: Path) -> list[str]:
-    """Relative paths of all files but tensors and hidden ones."""
-    found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    return [
-        path.as_posix()
-        for path in found
-        if path.suffix != ".safetensors" and not any(part.startswith(".") for part in path.parts)
-    ]
+    """Relative paths of all files but tensors and hidden ones.
+
+    Raises:
+        CheckpointError: a link that leads out of the folder, or to a folder.
+    """
+    found: list[str] = []
+    for at, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        base = Path(at).relative_to(folder)
+        linked = [(base / name).as_posix() for name in folders if (Path(at) / name).is_symlink()]
+        if linked:
+            raise CheckpointError(f"{folder} holds links to folders; copy what they hold: {', '.join(sorted(linked))}")
+        found += [(base / name).as_posix() for name in names if not name.startswith(".")]
+    found = sorted(name for name in found if not name.endswith(".safetensors"))
+    check_links(folder, found)
+    return [name for name in found if (folder / name).is_file()]
 
 
 @contextmanager
-def _partial(target: Path, what: list, needed: int, console: Console) -> Iterator[Path]:
-    """The folder under its temporary name: a new one, or one that the same conversion left; renamed at the end."""
-    partial = target.with_name(target.name + ".partial")
-    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
-    left = (partial / PLAN).read_text() if (partial / PLAN).is_file() else None
-    held = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file()) if left == digest else 0
-    check_disk(target, needed - held)
-    if left == digest:
-        console.print(f"Going on with {partial}")
-    else:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write(partial / PLAN, digest.encode())
-    yield partial
-    (partial / PLAN).unlink()
-    os.sync()  # nothing half-written has the name, even after the power fails
-    if target.exists():
-        target.rmdir()
-    partial.rename(target)
+def _pending(target: Path, plan: list, needed: int, console: Console) -> Iterator[Pending]:
+    """`pending`, which says that it resumes."""
+    with pending(target, plan, needed) as made:
+        if made.resumed:
+            console.print(f"Resuming from {made.path}")
+        yield made
 
 
 @contextmanager
@@ -286,17 +369,3 @@ def _counted(blocks: Iterable[np.ndarray], advance) -> Iterator[np.ndarray]:
     for block in blocks:
         yield block
         advance(block.nbytes)
-
-
-def _write(file: Path, content: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, file)
-
-
-def _copy(source: Path, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    shutil.copyfile(source, partial)
-    os.replace(partial, file)

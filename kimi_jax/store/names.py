@@ -9,8 +9,9 @@ an axis. Channels that turn together are neighbours in both.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from kimi_jax.ops.quant.bits import GROUP
 from kimi_jax.ops.quant.blocks import BLOCK
 from kimi_jax.ops.quant.qtensor import Kind
 from kimi_jax.store.released_config import is_k2, is_nested
-from kimi_jax.store.safetensors_files import CheckpointError, Entry
+from kimi_jax.store.safetensors_files import CheckpointError, Entry, listed
 
 FLOAT32_NAMES = ("A_log", "dt_bias", "_conv1d.weight", "o_norm.weight", "e_score_correction_bias")
 """Endings of the tensors that are stored as F32; all others are BF16."""
@@ -32,7 +33,7 @@ STRAY = ".rotary_emb.inv_freq"
 """Ending of buffers in K2's files that follow from the config."""
 ROOT = "language_model."
 """What a multimodal release puts in front of its text tensors' names."""
-PLAIN = ("F32", "BF16")
+PLAIN = ("F32", "BF16", "F16", "F64")
 """Dtypes of tensors that are not quantized."""
 
 
@@ -155,6 +156,7 @@ _DENSE = [
     ("mlp.up_proj.weight", "mlp.w_up", "matrix"),
     ("mlp.down_proj.weight", "mlp.w_down", "matrix"),
 ]
+_DENSE_ALIASES = {f".mlp.{name}": f".block_sparse_moe.{name}" for name in ("gate_proj.", "up_proj.", "down_proj.")}
 _MOE = [
     ("block_sparse_moe.gate.weight", "mlp.w_router", "matrix"),
     ("block_sparse_moe.gate.e_score_correction_bias", "mlp.router_bias", "same"),
@@ -243,9 +245,19 @@ _CODECS = {
 
 
 def manifest(config: ModelConfig, *, packed: bool = True, root: str | None = None) -> Iterator[Stored]:
-    """Every tensor of the files that the model is exported to, without allocating any."""
+    """Every tensor of the files that the model is exported to, without allocating any.
+
+    Raises:
+        CheckpointError: one whose width the family's format cannot hold.
+    """
     for tensor in tensors(config, root):
-        yield from stored(tensor, _family_kind(config, tensor) if packed else None)
+        kind = _family_kind(config, tensor) if packed else None
+        if kind == "mxfp4" and tensor.shape[1] % GROUP:
+            raise CheckpointError(
+                f"{tensor.name} has {tensor.shape[1]} columns, not a multiple of the {GROUP} that share a scale in "
+                "MXFP4; export it with --no-packed (packed=False)"
+            )
+        yield from stored(tensor, kind)
 
 
 def manifest_lines(config: ModelConfig, *, packed: bool = True) -> list[str]:
@@ -290,12 +302,15 @@ def match(entries: Mapping[str, Entry], config: ModelConfig, where: str | Path) 
     """Finds the model's tensors among those of files.
 
     Raises:
-        CheckpointError: tensors that are missing, unexpected, or of another shape or dtype: all of them, by name.
+        CheckpointError: a config of more layers or experts than the files hold; tensors that are missing, unexpected,
+            or of another shape or dtype: all of them, by name.
     """
+    _check_counts(entries, config, where)
     root = ROOT if any(name.startswith(ROOT) for name in entries) else ""
     found: dict[str, Stored] = {}
     problems = []
     for tensor in tensors(config, root):
+        tensor = _as_named(entries, tensor)
         kind = _found_kind(entries, tensor.name)
         if kind is not None and len(tensor.shape) != 2:
             problems.append(f"quantized: {tensor.name} {list(tensor.shape)} is no matrix")
@@ -316,8 +331,40 @@ def match(entries: Mapping[str, Entry], config: ModelConfig, where: str | Path) 
     others = (name for name in sorted(entries.keys() - found.keys()) if not name.startswith(NOT_TEXT))
     problems += [f"unexpected: {name} {list(entries[name].shape)}" for name in others if not name.endswith(STRAY)]
     if problems:
-        raise CheckpointError(f"{where} does not hold the model of its config.json:\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"{where} does not hold the model of its config.json:\n  {listed(problems)}")
     return found
+
+
+def _check_counts(entries: Mapping[str, Entry], config: ModelConfig, where: str | Path) -> None:
+    """Rejects a number of layers or experts that the files' names do not reach, before work grows with it."""
+    counts = {"layers": (config.num_layers, "num_hidden_layers"), "experts": (config.moe.num_experts, "experts")}
+    if not config.moe_layers:
+        del counts["experts"]
+    for part, (wanted, key) in counts.items():
+        numbers = (_NUMBERS[part].search(name) for name in entries if not name.startswith(NOT_TEXT))
+        held = max((int(number[1]) + 1 for number in numbers if number), default=0)
+        if wanted > held:
+            raise CheckpointError(
+                f"{where} does not hold the model of its config.json: {key}={wanted} there, and the files hold "
+                f"{held} {part}; fetch the files that are missing, or config.json"
+            )
+
+
+_NUMBERS = {part: re.compile(rf"\.{part}\.(\d{{1,9}})\.") for part in ("layers", "experts")}
+
+
+def _as_named(entries: Mapping[str, Entry], tensor: Tensor) -> Tensor:
+    """The tensor under the other name that it may have: transformers' own class has one word for both kinds of MLP."""
+    for ours, theirs in _DENSE_ALIASES.items():
+        if ours in tensor.name:
+            other = replace(tensor, name=tensor.name.replace(ours, theirs))
+            if _is_there(entries, other.name) and not _is_there(entries, tensor.name):
+                return other
+    return tensor
+
+
+def _is_there(entries: Mapping[str, Entry], name: str) -> bool:
+    return name in entries or _found_kind(entries, name) is not None
 
 
 def _family_kind(config: ModelConfig, tensor: Tensor) -> Kind | None:

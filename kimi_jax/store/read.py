@@ -6,6 +6,7 @@ files in `safetensors_files`.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +25,8 @@ from kimi_jax.ops.quant.blocks import BLOCK
 from kimi_jax.ops.quant.qtensor import Kind, QTensor
 from kimi_jax.parallel.spec import axes_of
 from kimi_jax.store.names import Tensor, match
-from kimi_jax.store.released_config import CONFIG, check_quantization, read_config
+from kimi_jax.store.quantization import check_quantization
+from kimi_jax.store.released_config import CONFIG, read_config
 from kimi_jax.store.safetensors_files import DTYPES, Directory
 
 PARTS = ("packed", "scale")
@@ -124,11 +126,11 @@ class Release:
     """A released directory, opened and checked: the parameters of our tree, read in slices.
 
     Attributes:
-        config: the model, in the dtypes that hold every number as released.
+        config: the model, in the dtypes that hold every number as released, at most float32.
         leaves: path -> shape and dtype of all arrays of the tree, experts that are quantized as `.packed` and `.scale`.
         kinds: path of each parameter that can stay packed -> its format.
         carried: names of the tensors whose bytes do not follow from `leaves`: those of other parts of a multimodal
-            model, and what is quantized outside of experts.
+            model, what is quantized outside of experts, and float64.
 
     Raises:
         CheckpointError: as in `load`.
@@ -137,12 +139,13 @@ class Release:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         config = read_config(path)
-        check_quantization(self.path / CONFIG)
+        assert config.release is not None
+        check_quantization(self.path / CONFIG, json.loads(config.release))
         self.directory = Directory(path)
         entries = self.directory.entries
         self.stored = match(entries, config, path)
         wide = any(
-            s.part == "plain" and s.dtypes[0] == "BF16" and entries[name].dtype == "F32"
+            s.part == "plain" and s.dtypes[0] == "BF16" and entries[name].dtype != "BF16"
             for name, s in self.stored.items()
         )
         dtype = "float32" if wide else "bfloat16"
@@ -181,6 +184,7 @@ class Release:
             for name in entries
             if name not in self.stored
             or (self.stored[name].part in PARTS and self.stored[name].tensor.params[0] not in self.kinds)
+            or (self.stored[name].part == "plain" and entries[name].dtype == "F64")  # parameters hold less of it
         ]
 
     def shapes(self, param: str) -> dict[str, jax.ShapeDtypeStruct]:

@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from kimi_jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig, RoPEConfig
-from kimi_jax.ops.quant.bits import GROUP
-from kimi_jax.ops.quant.blocks import BLOCK
-from kimi_jax.store.safetensors_files import CheckpointError
+from kimi_jax import files
+from kimi_jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from kimi_jax.store.quantization import (
+    KEY,
+    activation_format,
+    find_quantization,
+    fp8_quantization,
+    mxfp4_quantization,
+    updated_quantization,
+)
+from kimi_jax.store.released_keys import (
+    ABSENT,
+    COMMON,
+    K2_ABSENT,
+    K2_COMMON,
+    K2_NAMES,
+    LARGEST_LAYERS,
+    LINEAR_KEYS,
+    check_fixed,
+    check_keys,
+    read_rope,
+    shown,
+    take,
+    take_object,
+    write_rope,
+)
+from kimi_jax.store.safetensors_files import CheckpointError, check_links
 
 CONFIG = "config.json"
 MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Keys that we call the same."""
+TEXT, LINEAR = "text_config", "linear_attn_config"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ACTIVATIONS = ("silu", "situ")
+_ONE_OF = ({"rope_theta", "rope_scaling", "rope_parameters"}, {"max_position_embeddings", "model_max_length"})
+"""Keys that say one thing in several ways: where it changes, only ours are kept."""
 
 
 def is_nested(config: ModelConfig) -> bool:
@@ -27,136 +56,129 @@ def is_k2(config: ModelConfig) -> bool:
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The model that a released config.json describes.
+    """The model that a released config.json describes, with the text of the file as its `release`.
 
     Raises:
-        ConfigError: a missing key, or a value that this family's code does not implement, with the key.
+        ConfigError: a key that is missing, or a value that this family's code does not implement, with the key.
+        CheckpointError, FileError: there is no such file, or it is no JSON object.
     """
     file = Path(path) / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{path} has no {CONFIG}")
+    check_links(Path(path), [CONFIG])
+    return parse_config(file, files.read_json(file))
+
+
+def parse_config(file: Path, whole: dict[str, Any]) -> ModelConfig:
+    """`read_config` of the content of a file, whose name messages begin with."""
+    text = take_object(file, whole, TEXT) if TEXT in whole else whole
+    if "hidden_act" not in text:
+        raise ConfigError(f"{file} lacks or has an unknown value for 'hidden_act'; fetch it again")
+    if text["hidden_act"] not in _ACTIVATIONS:
+        known = " and ".join(map(repr, _ACTIVATIONS))
+        raise ConfigError(f"{file}: hidden_act={shown(text['hidden_act'])} is not supported, only {known}")
     try:
-        whole = json.loads(file.read_text())
-        text = whole.get("text_config", whole)
-        rotary = "n_routed_experts" in text  # K2, and nobody else in the family
-        names, fixed = (_K2_NAMES, _K2_FIXED) if rotary else ({}, _FIXED)
-        for key, value in fixed.items():
-            key = names.get(key, key)
-            if text.get(key, value) != value:
-                raise ConfigError(f"{file}: {key}={text[key]!r} is not supported, only {value!r}")
-        layers = text["num_hidden_layers"]
-        mla, kda = (list(range(layers)), None) if rotary else _linear_attention(file, text)
-        tokens = text | whole
-        situ = {"situ": True, "silu": False}[text["hidden_act"]]
-        return ModelConfig(
-            vocab_size=text["vocab_size"],
-            hidden_size=text["hidden_size"],
-            num_layers=layers,
-            mla_layers=tuple(sorted(mla)),
-            num_dense_layers=text["first_k_dense_replace"],
-            dense_hidden_size=text["intermediate_size"],
-            situ_beta=text["activation_situ_beta"] if situ else None,
-            situ_linear_beta=text["activation_situ_linear_beta"] if situ else None,
-            attn_res_block_size=text.get("attn_res_block_size"),
-            rms_norm_eps=text["rms_norm_eps"],
-            initializer_range=text["initializer_range"],
-            max_position_embeddings=text.get("max_position_embeddings") or text["model_max_length"],
-            bos_token_id=tokens["bos_token_id"],
-            eos_token_id=tokens["eos_token_id"],
-            # K2's file may leave it out; [PAD] is its tokenizer's last id.
-            pad_token_id=tokens.get("pad_token_id", text["vocab_size"] - 1) if rotary else tokens["pad_token_id"],
-            kda=kda,
-            mla=MLAConfig(
-                num_heads=text["num_attention_heads"],
-                **{name: text[name] for name in MLA_SIZES},
-                output_gate=bool(text.get("mla_use_output_gate")),
-                rope=_rope(file, text) if rotary else None,
-            ),
-            moe=MoEConfig(
-                num_experts=text[names.get("num_experts", "num_experts")],
-                experts_per_token=text[names.get("num_experts_per_token", "num_experts_per_token")],
-                num_shared_experts=text[names.get("num_shared_experts", "num_shared_experts")],
-                hidden_size=text["moe_intermediate_size"],
-                latent_size=text.get("routed_expert_hidden_size"),
-                latent_norm=bool(text.get("latent_moe_use_norm")),
-                renormalize=text[names.get("moe_renormalize", "moe_renormalize")],
-                routed_scaling_factor=text["routed_scaling_factor"],
-                aux_loss_alpha=text.get("aux_loss_alpha") or 0.0,
-                activation_format=_activation_format(file, whole),
-            ),
-        )
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    except KeyError as error:
-        raise ConfigError(f"{file} lacks or has an unknown value for {error}") from error
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} has a value of the wrong kind: {error}") from error
+        return replace(_model(file, whole, text), release=json.dumps(whole, separators=(",", ":")))
+    except ConfigError as error:
+        if str(error).startswith(str(file)):
+            raise
+        raise ConfigError(f"{file}: {error}") from error
 
 
-def _linear_attention(file: Path, text: dict) -> tuple[list[int], KDAConfig]:
+def _model(file: Path, whole: dict[str, Any], text: dict[str, Any]) -> ModelConfig:
+    rotary = K2_NAMES["num_experts"] in text  # K2, and nobody else in the family
+    names, fixed = (K2_NAMES, K2_COMMON | K2_ABSENT) if rotary else ({}, COMMON)
+    heads = take(file, text, "num_attention_heads", int)
+    for keys in (text, whole):
+        check_fixed(file, keys, ABSENT | fixed | {"num_key_value_heads": (heads, None)})
+    layers = take(file, text, "num_hidden_layers", int)
+    if layers > LARGEST_LAYERS:
+        raise ConfigError(f"{file}: num_hidden_layers={layers} is over the {LARGEST_LAYERS:,} that are read")
+    mla, kda = (tuple(range(layers)), None) if rotary else _linear_attention(file, text, layers)
+    tokens = text | whole
+    vocab_size = take(file, text, "vocab_size", int)
+    situ = text["hidden_act"] == "situ"
+    context = "max_position_embeddings" if text.get("max_position_embeddings") else "model_max_length"
+    # K2's file may leave it out; [PAD] is its tokenizer's last id.
+    pad = (vocab_size - 1,) if rotary else ()
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=take(file, text, "hidden_size", int),
+        num_layers=layers,
+        mla_layers=mla,
+        num_dense_layers=take(file, text, "first_k_dense_replace", int),
+        dense_hidden_size=take(file, text, "intermediate_size", int),
+        situ_beta=take(file, text, "activation_situ_beta", float) if situ else None,
+        situ_linear_beta=_optional(file, text, "activation_situ_linear_beta") if situ else None,
+        attn_res_block_size=take(file, text, "attn_res_block_size", int, None),
+        rms_norm_eps=take(file, text, "rms_norm_eps", float),
+        initializer_range=take(file, text, "initializer_range", float),
+        max_position_embeddings=take(file, text, context, int),
+        bos_token_id=take(file, tokens, "bos_token_id", int),
+        eos_token_id=_stop(file, tokens),
+        pad_token_id=take(file, tokens, "pad_token_id", int, *pad),
+        kda=kda,
+        mla=MLAConfig(
+            num_heads=heads,
+            q_lora_rank=_optional(file, text, "q_lora_rank", int),
+            **{name: take(file, text, name, int) for name in MLA_SIZES[1:]},
+            output_gate=take(file, text, "mla_use_output_gate", bool, False),
+            rope=read_rope(file, text) if rotary else None,
+        ),
+        moe=MoEConfig(
+            num_experts=take(file, text, names.get("num_experts", "num_experts"), int),
+            experts_per_token=take(file, text, names.get("num_experts_per_token", "num_experts_per_token"), int),
+            num_shared_experts=take(file, text, names.get("num_shared_experts", "num_shared_experts"), int),
+            hidden_size=take(file, text, "moe_intermediate_size", int),
+            latent_size=take(file, text, "routed_expert_hidden_size", int, None),
+            latent_norm=take(file, text, "latent_moe_use_norm", bool, False),
+            renormalize=take(file, text, names.get("moe_renormalize", "moe_renormalize"), bool),
+            routed_scaling_factor=take(file, text, "routed_scaling_factor", float),
+            aux_loss_alpha=take(file, text, "aux_loss_alpha", float, 0.0),
+            activation_format=activation_format(file, whole),
+        ),
+    )
+
+
+def _optional(file: Path, text: dict[str, Any], key: str, kind: type = float) -> Any:
+    """A value that may be null, but must be there: without the key, its meaning is open."""
+    return None if key in text and text[key] is None else take(file, text, key, kind)
+
+
+def _stop(file: Path, tokens: dict[str, Any]) -> int:
+    """The id that ends a document: of several the first, which is what training writes after one."""
+    given = tokens.get("eos_token_id")
+    if not isinstance(given, list):
+        return take(file, tokens, "eos_token_id", int)
+    if not given:
+        raise ConfigError(f"{file}: eos_token_id=[] must name at least one id; fetch it again")
+    ids = [take(file, {"eos_token_id": one}, "eos_token_id", int) for one in given]
+    return ids[0]
+
+
+def _linear_attention(file: Path, text: dict[str, Any], layers: int) -> tuple[tuple[int, ...], KDAConfig]:
     """The 0-based MLA layers, and the settings of all others."""
-    linear, layers = text["linear_attn_config"], text["num_hidden_layers"]
-    mla = [layer - 1 for layer in linear["full_attn_layers"]]
-    if sorted([*mla, *(layer - 1 for layer in linear["kda_layers"])]) != list(range(layers)):
+    linear = take_object(file, text, LINEAR)
+    if not linear:
+        raise ConfigError(f"{file} lacks or has an unknown value for {LINEAR!r}; fetch it again")
+    check_keys(file, {key: f"{LINEAR}.{key}" for key in linear}, LINEAR_KEYS, linear)
+    full, others = (linear.get(key) for key in ("full_attn_layers", "kda_layers"))
+    each = [layer for part in (full, others) if isinstance(part, list) for layer in part]
+    # Lengths first: a number of layers out of a damaged file may be of any size.
+    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in each)
+    if not whole or len(each) != layers or sorted(each) != list(range(1, layers + 1)) or not isinstance(full, list):
         raise ConfigError(f"{file}: full_attn_layers and kda_layers must name each of 1..{layers} once")
-    return mla, KDAConfig(
-        num_heads=linear["num_heads"],
-        head_dim=linear["head_dim"],
-        conv_size=linear["short_conv_kernel_size"],
-        gate_lower_bound=linear.get("gate_lower_bound"),
-        full_rank_gate=bool(linear.get("use_full_rank_gate")),
+    return tuple(sorted(layer - 1 for layer in full)), KDAConfig(
+        num_heads=take(file, linear, "num_heads", int),
+        head_dim=take(file, linear, "head_dim", int),
+        conv_size=take(file, linear, "short_conv_kernel_size", int),
+        gate_lower_bound=take(file, linear, "gate_lower_bound", float, None),
+        full_rank_gate=take(file, linear, "use_full_rank_gate", bool, False),
     )
-
-
-def _rope(file: Path, text: dict) -> RoPEConfig:
-    scaling = text.get("rope_scaling")
-    if scaling is None:
-        return RoPEConfig(theta=text["rope_theta"])
-    kind = scaling.get("type", scaling.get("rope_type"))
-    if kind != "yarn":
-        raise ConfigError(f"{file}: rope_scaling of type {kind!r} is not supported, only 'yarn'")
-    mscale = scaling["mscale_all_dim"]
-    if scaling["mscale"] != mscale:  # else their ratio would scale the rotated channels
-        raise ConfigError(f"{file}: mscale={scaling['mscale']} is not supported beside mscale_all_dim={mscale}")
-    return RoPEConfig(
-        theta=text["rope_theta"],
-        factor=scaling["factor"],
-        original_max_position_embeddings=scaling["original_max_position_embeddings"],
-        beta_fast=scaling["beta_fast"],
-        beta_slow=scaling["beta_slow"],
-        mscale=mscale,
-    )
-
-
-_FIXED = {
-    "mla_use_nope": True,
-    "moe_router_activation_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
-}
-"""What K3 and Kimi Linear have in common."""
-_K2_NAMES = {
-    "num_experts": "n_routed_experts",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-    "moe_renormalize": "norm_topk_prob",
-    "moe_router_activation_func": "scoring_func",
-    "num_expert_group": "n_group",
-}
-"""What K2 calls the settings of the others."""
-_K2_FIXED = {key: value for key, value in _FIXED.items() if key != "mla_use_nope"} | {
-    "seq_aux": True,
-    "attention_bias": False,
-    "hidden_act": "silu",
-}
 
 
 def released_config(config: ModelConfig) -> dict:
-    """The config.json of the released layout."""
+    """The config.json of the family's layout: the keys that say what the model is, and no others."""
     if is_k2(config):
         return _k2_config(config)
     kda, mla, moe = config.kda, config.mla, config.moe
@@ -185,7 +207,7 @@ def released_config(config: ModelConfig) -> dict:
         "initializer_range": config.initializer_range,
         "rms_norm_eps": config.rms_norm_eps,
         **tokens,
-        **_FIXED,
+        **COMMON,
         "moe_intermediate_size": moe.hidden_size,
         "moe_renormalize": moe.renormalize,
         "num_experts": moe.num_experts,
@@ -246,7 +268,6 @@ def _k2_config(config: ModelConfig) -> dict:
         "num_experts_per_token": moe.experts_per_token,
         "num_shared_experts": moe.num_shared_experts,
         "moe_renormalize": moe.renormalize,
-        **_K2_FIXED,
     }
     return {
         "model_type": "kimi_k2",
@@ -254,20 +275,12 @@ def _k2_config(config: ModelConfig) -> dict:
         **_sizes(config),
         "first_k_dense_replace": config.num_dense_layers,
         "moe_intermediate_size": moe.hidden_size,
-        **{_K2_NAMES.get(key, key): value for key, value in shared.items()},
+        **{K2_NAMES[key]: value for key, value in shared.items()},
+        **K2_COMMON,
         "routed_scaling_factor": moe.routed_scaling_factor,
         "aux_loss_alpha": moe.aux_loss_alpha,
         **_mla_sizes(mla),
-        "rope_theta": rope.theta,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": rope.factor,
-            "original_max_position_embeddings": rope.original_max_position_embeddings,
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "mscale": rope.mscale,
-            "mscale_all_dim": rope.mscale,
-        },
+        **write_rope(rope),
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         "initializer_range": config.initializer_range,
@@ -278,6 +291,70 @@ def _k2_config(config: ModelConfig) -> dict:
     }
 
 
+def export_config(config: ModelConfig, *, packed: bool) -> dict[str, Any]:
+    """The config.json to write: that of the release which the model came from, with what changed since.
+
+    Keys that nothing here uses are kept, in their order; those that contradict the config are not. A model that is no
+    release's, or has become one of another layout, has the family's own.
+
+    Args:
+        config: the model.
+        packed: it is written in the quantized format of its family, if there is one.
+    """
+    ours = released_config(config)
+    theirs = None if config.release is None else json.loads(config.release)
+    quantization = find_quantization(theirs or {})
+    if theirs is not None:
+        theirs = _as_ours(theirs, ours)
+    if theirs is not None:
+        before = parse_config(Path(CONFIG), theirs)
+        ours = _merged(theirs, released_config(before), ours) if _layout(before) == _layout(config) else ours
+    made = _quantization(config) if packed else None
+    home = ours if theirs is not None and KEY in theirs else ours.get(TEXT, ours)
+    for keys in (ours, ours.get(TEXT, ours)):
+        if made is None or keys is not home:
+            keys.pop(KEY, None)
+    if made is not None:
+        home[KEY] = updated_quantization(quantization or {}, made, config)
+    return ours
+
+
+def _layout(config: ModelConfig) -> tuple[bool, bool]:
+    return is_k2(config), is_nested(config)
+
+
+def _quantization(config: ModelConfig) -> dict[str, Any] | None:
+    """What config.json says of the format of the family."""
+    if is_k2(config):
+        return fp8_quantization()
+    return mxfp4_quantization(config) if is_nested(config) else None
+
+
+def _as_ours(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any] | None:
+    """A release's config nested as ours is; None where it cannot be."""
+    if TEXT in theirs and TEXT not in ours:  # K2.5: its text model is written as K2
+        return {**theirs[TEXT], **{key: theirs[key] for key in TOKENS if key in theirs}}
+    return theirs if (TEXT in theirs) == (TEXT in ours) else None
+
+
+def _merged(theirs: dict[str, Any], before: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """Theirs, with the keys in which ours differs from how we would have written theirs."""
+    out = dict(theirs)
+    changed = {key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key)}
+    for group in _ONE_OF:
+        if changed & group:
+            changed |= group
+    for key in sorted(changed):
+        value = ours.get(key)
+        if isinstance(value, dict) and isinstance(theirs.get(key), dict) and key in (TEXT, LINEAR):
+            out[key] = _merged(theirs[key], before[key], value)
+        elif key in ours:
+            out[key] = value
+        else:
+            out.pop(key, None)
+    return out
+
+
 def differences(theirs: dict, ours: dict) -> list[str]:
     """Where two released configs differ, a line each."""
     theirs, ours = (whole | whole.get("text_config", {}) for whole in (theirs, ours))
@@ -286,84 +363,3 @@ def differences(theirs: dict, ours: dict) -> list[str]:
         for key in sorted(theirs.keys() | ours.keys())
         if theirs.get(key) != ours.get(key) and key != "text_config"
     ]
-
-
-_MXFP8 = {
-    "num_bits": 8,
-    "type": "float",
-    "strategy": "group",
-    "group_size": GROUP,
-    "symmetric": True,
-    "dynamic": True,
-    "scale_dtype": "torch.uint8",
-}
-"""How config.json says that inputs of the quantized products are rounded to MXFP8."""
-
-
-def _activation_format(file: Path, whole: dict) -> Literal["mxfp8"] | None:
-    """What the inputs of routed experts are rounded to: nothing in the released files, MXFP8 after our QAT."""
-    found = whole.get("quantization_config") or whole.get("text_config", {}).get("quantization_config") or {}
-    given = [group.get("input_activations") for group in found.get("config_groups", {}).values()]
-    for inputs in filter(None, given):
-        if any(inputs.get(key) != value for key, value in _MXFP8.items()):
-            raise CheckpointError(f"{file}: input_activations={inputs} are not supported, only {_MXFP8} or null")
-    return "mxfp8" if any(given) else None
-
-
-def quantization_config(config: ModelConfig) -> dict | None:
-    """What config.json says of the format of the family."""
-    if is_k2(config):
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-        }
-    if not is_nested(config):
-        return None
-    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": GROUP, "symmetric": True}
-    group = {
-        "format": "mxfp4-pack-quantized",
-        "targets": ["Linear"],
-        "weights": {**weights, "dynamic": False, "scale_dtype": "torch.uint8"},
-        "input_activations": _MXFP8 if config.moe.activation_format == "mxfp8" else None,
-        "output_activations": None,
-    }
-    kept = (
-        "self_attn",
-        "shared_experts",
-        r"mlp\.(gate|up|gate_up|down)_proj",
-        "lm_head",
-        "vision_tower",
-        "mm_projector",
-    )
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [f"re:.*{part}.*" for part in kept],
-        "kv_cache_scheme": None,
-    }
-
-
-def check_quantization(file: Path) -> None:
-    """Refuses a config.json that describes a format that is not read here; which tensors have it, their names say."""
-    whole = json.loads(file.read_text())
-    found = whole.get("quantization_config") or whole.get("text_config", {}).get("quantization_config")
-    if found is None:
-        return
-    method, form = found.get("quant_method"), found.get("format")
-    if method == "fp8":
-        size = found.get("weight_block_size")
-        if size != [BLOCK, BLOCK]:
-            raise CheckpointError(f"{file}: weight_block_size={size} is not supported, only {[BLOCK, BLOCK]}")
-    elif method != "compressed-tensors":
-        raise CheckpointError(f"{file}: quant_method={method!r} is not supported, only 'compressed-tensors' and 'fp8'")
-    elif form not in ("mxfp4-pack-quantized", "pack-quantized"):
-        known = "'mxfp4-pack-quantized' and 'pack-quantized'"
-        raise CheckpointError(f"{file}: compressed-tensors of format {form!r} are not supported, only {known}")
-    for group in found.get("config_groups", {}).values():
-        size = (group.get("weights") or {}).get("group_size", GROUP)
-        if size != GROUP:
-            raise CheckpointError(f"{file}: group_size={size} is not supported, only {GROUP}")

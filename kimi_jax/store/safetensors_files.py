@@ -10,12 +10,17 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
+import xxhash
+
+from kimi_jax import files
+from kimi_jax.files import FileError
 
 DTYPES = {
     "BOOL": np.dtype(bool),
@@ -28,6 +33,8 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONLY = "model-00001-of-00001.safetensors"
+"""What some tools call a single file, which needs no index either."""
 LARGEST_HEADER = 100_000_000
 """Bytes; the format's own limit."""
 BLOCK = 64 * 2**20
@@ -88,15 +95,13 @@ class Directory:
             problems += [f"in two files: {name}" for name in sorted(shard.entries.keys() & self.where.keys())]
             self.where |= dict.fromkeys(shard.entries, file)
             self.entries |= shard.entries
-        if (self.path / INDEX).is_file():
-            index = json.loads((self.path / INDEX).read_text())["weight_map"]
-            problems += [
-                f"{name} is not in {file}, where the index has it"
-                for name, file in sorted(index.items())
-                if name not in self.files[file].entries
-            ]
+        problems += [
+            f"{shown(name)} is not in {file}, where the index has it"
+            for name, file in sorted((_index(self.path) or {}).items())
+            if name not in self.files[file].entries
+        ]
         if problems:
-            raise CheckpointError(f"{self.path} is not whole:\n  " + "\n  ".join(problems))
+            raise CheckpointError(f"{self.path} is not whole; download it again:\n  {listed(problems)}")
 
     def read(self, name: str) -> np.ndarray:
         """The tensor, mapped: what is sliced off it is read then. Keep no reference longer than needed."""
@@ -120,60 +125,161 @@ def parse(file: Path) -> Shard:
     """A file's header, checked against its size: data of the right lengths, without gaps.
 
     Raises:
-        CheckpointError: it is truncated or corrupt.
+        CheckpointError: it is truncated or corrupt, or cannot be read.
     """
-    size = file.stat().st_size
     try:
         with open(file, "rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
             head = handle.read(8)
-            (length,) = struct.unpack("<Q", head)
-            if length > min(size - 8, LARGEST_HEADER):
-                raise ValueError(f"its header claims {length:,} bytes")
-            head += handle.read(length)
+            length = int.from_bytes(head, "little")
+            problem = None
+            if len(head) < 8:
+                problem = "it has no header"
+            elif length > min(size - 8, LARGEST_HEADER):
+                problem = f"its header claims {length:,} bytes"
+            else:
+                head += handle.read(length)
+    except OSError as error:
+        raise files.problem(error, file, "read") from error
+    try:
+        if problem is not None:
+            raise ValueError(problem)
         return shard_of(head, size)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise CheckpointError(f"{file} ({size:,} bytes) is truncated or corrupt: {error}") from error
+    except (ValueError, FileError) as error:
+        raise CheckpointError(f"{file} ({size:,} bytes) is truncated or corrupt: {error}; fetch it again") from error
 
 
 def shard_of(header: bytes, size: int | None = None) -> Shard:
-    """Reads a header, of a file of `size` bytes if that is known; ValueError for what does not add up."""
+    """Reads a header, of a file of `size` bytes if that is known.
+
+    Raises:
+        ValueError, FileError: it does not add up; the message names the tensor.
+    """
     found: list[tuple[int, int, str, Entry]] = []
-    for name, value in json.loads(header[8:]).items():
+    for name, value in files.parse_json(header[8:], "its header", unique=True).items():
         if name != "__metadata__":
-            if value["dtype"] not in DTYPES:
-                raise ValueError(f"{name} has the unknown dtype {value['dtype']!r}")
-            entry = Entry(value["dtype"], tuple(value["shape"]), value["data_offsets"][0])
-            found.append((entry.start, value["data_offsets"][1], name, entry))
+            found.append(_entry(name, value))
+    found.sort(key=lambda item: item[:2])
     end = 0
-    for start, stop, name, entry in sorted(found, key=lambda item: item[:2]):
-        if start != end or stop - start != entry.num_bytes or min(entry.shape, default=0) < 0:
-            raise ValueError(f"{name} {entry.dtype}{list(entry.shape)} cannot lie at bytes {start:,} to {stop:,}")
+    for start, stop, name, entry in found:
+        if start != end or stop - start != entry.num_bytes:
+            raise ValueError(
+                f"{name} {entry.dtype}{list(entry.shape)} cannot lie at bytes {start:,} to {stop:,} after byte {end:,}"
+            )
         end = stop
     if size is not None and size != len(header) + end:
         raise ValueError(f"its header describes {len(header) + end:,} bytes")
-    return Shard(header, {name: entry for _, _, name, entry in sorted(found, key=lambda item: item[:2])})
+    return Shard(header, {name: entry for _, _, name, entry in found})
+
+
+def _entry(name: str, value: Any) -> tuple[int, int, str, Entry]:
+    """Start, stop, name and entry of a tensor, out of a header that nobody has checked."""
+    if not name.isprintable():
+        raise ValueError(f"the name {shown(name)} holds control characters")
+    if not isinstance(value, dict):
+        raise ValueError(f"{shown(name)} is described by {shown(value)}, not by dtype, shape and data_offsets")
+    dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{shown(name)} has the unknown dtype {shown(dtype)}")
+    if not _sizes(shape):
+        raise ValueError(f"{shown(name)} has the shape {shown(shape)}, not a list of sizes")
+    if not _sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{shown(name)} has the data_offsets {shown(offsets)}, not a first and a last byte")
+    return offsets[0], offsets[1], name, Entry(dtype, tuple(shape), offsets[0])
+
+
+def _sizes(values: object) -> TypeGuard[list[int]]:
+    """Whether these are sizes, of anything that a disk holds."""
+    return (
+        isinstance(values, list)
+        and len(values) <= 32  # NumPy's own limit on axes is 64
+        and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in values)
+    )
+
+
+def shown(value: object) -> str:
+    """A value or name out of a file in a message: on one line, and short."""
+    plain = isinstance(value, str) and value.isprintable() and value != ""
+    text = str(value) if plain else repr(value)
+    return text if len(text) <= 200 else f"{text[:190]}.. ({len(text):,} characters)"
+
+
+def listed(problems: Sequence[str], most: int = 100) -> str:
+    """Problems, a line each; of very many the first."""
+    lines = list(problems[:most])
+    if len(problems) > most:
+        lines.append(f"and {len(problems) - most:,} more")
+    return "\n  ".join(lines)
+
+
+def _index(path: Path) -> dict[str, str] | None:
+    """The index of a directory, tensor -> file; None if it has none.
+
+    Raises:
+        CheckpointError: it is not one, or names files that are none of the directory's.
+    """
+    file = path / INDEX
+    if not file.is_file():
+        return None
+    check_links(path, [INDEX])
+    try:
+        index = files.read_json(file).get("weight_map")
+    except FileError as error:
+        raise CheckpointError(f"{file} is not an index with a weight_map: {error}") from error
+    if not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
+        raise CheckpointError(f"{file} is not an index with a weight_map of names to files; fetch it again")
+    if not index:
+        raise CheckpointError(f"{file} is an index that names no tensors; fetch it again")
+    outside = [f for f in sorted(set(index.values())) if "/" in f or "\\" in f or ".." in f or "\0" in f]
+    if outside:
+        raise CheckpointError(f"{file} names files outside its directory: {', '.join(map(shown, outside))}")
+    odd = [f for f in sorted(set(index.values())) if not f.endswith(".safetensors") or not f.isprintable()]
+    if odd:
+        names = ", ".join(map(shown, odd))
+        raise CheckpointError(f"{file} names files that do not end in .safetensors: {names}; fetch it again")
+    return index
 
 
 def _files(path: Path) -> list[str]:
     """The directory's tensor files; those that its index names, if it has one."""
-    if not (path / INDEX).is_file():
-        if not (path / SINGLE).is_file():
-            raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}")
-        return [SINGLE]
-    try:
-        index = json.loads((path / INDEX).read_text())["weight_map"]
-        if not (isinstance(index, dict) and all(isinstance(file, str) for file in index.values())):
-            raise ValueError("weight_map must map names to files")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / INDEX} is not an index with a weight_map: {error}") from error
-    files = sorted(set(index.values()))
-    outside = [f for f in files if "/" in f or "\\" in f or ".." in f or "\0" in f]
-    if outside:
-        raise CheckpointError(f"{path / INDEX} names files outside its directory: {', '.join(outside)}")
-    absent = [f for f in files if not (path / f).is_file()]
-    if absent:
-        raise CheckpointError(f"{path} lacks {', '.join(absent)}, which its index names; download them again")
-    return files
+    index = _index(path)
+    if index is None:
+        found = [name for name in (SINGLE, ONLY) if (path / name).is_file()][:1]
+        if not found:
+            shards = sorted(file.name for file in path.glob("model-*-of-*.safetensors"))
+            more = f"; it has {len(shards)} shards, whose index is to be fetched too" if shards else ""
+            raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}{more}")
+    else:
+        found = sorted(set(index.values()))
+        absent = [f for f in found if not (path / f).is_file()]
+        if absent:
+            names = ", ".join(absent[:20]) + (f" and {len(absent) - 20:,} more" if len(absent) > 20 else "")
+            raise CheckpointError(f"{path} lacks {names}, which its index names; download them again")
+    check_links(path, found)
+    return found
+
+
+def check_links(path: Path, names: Iterable[str]) -> None:
+    """Rejects files of a directory that are links to anywhere but its own files and, in a hub's cache, its blobs.
+
+    A link in a folder from elsewhere must not bring in other files of this machine.
+
+    Raises:
+        CheckpointError: each link is named with where it leads.
+    """
+    root = Path(os.path.realpath(path))
+    own = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    wrong = []
+    for name in names:
+        real = Path(os.path.realpath(root / name))
+        if not any(real.is_relative_to(folder) for folder in own):
+            wrong.append(f"{name} -> {real}")
+        elif not real.exists():
+            wrong.append(f"{name} -> {real}, which does not exist")
+    if wrong:
+        raise CheckpointError(
+            f"{path} holds links that lead out of it; replace them by the files themselves: {', '.join(wrong[:20])}"
+        )
 
 
 def make_shard(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Shard:
@@ -218,20 +324,26 @@ def index_of(files: Mapping[str, Shard]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2) + "\n"
 
 
-def write(file: Path, shard: Shard, blocks: Iterable[np.ndarray]) -> None:
-    """Writes a file from its tensors' data in order; it has its name only when it is whole.
+def write(file: Path, shard: Shard, blocks: Iterable[np.ndarray]) -> str:
+    """Writes a file from its tensors' data in order; it has its name only when it is whole and on the disk.
+
+    Returns:
+        Its checksum.
 
     Raises:
         ValueError: more or less data than the header describes.
+        FileError: the operating system refuses.
     """
-    partial = file.with_name(file.name + ".partial")
-    with open(partial, "wb") as handle:
+    digest = xxhash.xxh3_64(shard.header)
+    with files.writing(file) as handle:
         handle.write(shard.header)
         for block in blocks:
-            handle.write(as_bytes(block))
+            data = as_bytes(block)
+            digest.update(data)
+            handle.write(data)
         if handle.tell() != shard.num_bytes:
             raise ValueError(f"{file} came to {handle.tell():,} bytes instead of {shard.num_bytes:,}")
-    os.replace(partial, file)
+    return digest.hexdigest()
 
 
 def as_bytes(values: np.ndarray) -> memoryview:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,15 +15,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from kimi_jax import files
 from kimi_jax.config import ConfigError, ModelConfig
 from kimi_jax.model.kimi import Kimi
 from kimi_jax.model.param import arrays
 from kimi_jax.ops.quant.qtensor import Kind, QTensor
 from kimi_jax.store import safetensors_files
 from kimi_jax.store.names import Stored, Tensor, manifest, match, stored
+from kimi_jax.store.pending import check_new, pending
 from kimi_jax.store.read import PARTS, copy_strips, on_host, unpack
-from kimi_jax.store.released_config import CONFIG, differences, quantization_config, read_config, released_config
-from kimi_jax.store.safetensors_files import DTYPES, INDEX, CheckpointError, Directory, Entry, Shard
+from kimi_jax.store.released_config import CONFIG, differences, export_config, read_config, released_config
+from kimi_jax.store.safetensors_files import DTYPES, INDEX, CheckpointError, Directory, Entry, Shard, listed
 
 SHARD_BYTES = 5 * 2**30
 
@@ -77,6 +80,10 @@ class Plan:
         s, dtype = self.stored[name], DTYPES[entry.dtype]
         if s.part == "shape":
             yield np.array(s.tensor.shape, dtype)
+        elif entry.dtype == "F64" and self.original is not None and name in self.original.where:
+            w = s.tensor.encode(*(source.value(param, s.tensor.index) for param in s.tensor.params))
+            released = self.original.read(name)  # kept while the parameter is what it rounds to
+            yield released if (released.astype(w.dtype) == w).all() else _cast(w, dtype)
         elif s.part == "plain":
             for w in self._matrices(s.tensor, source):
                 yield _cast(w, dtype)
@@ -141,20 +148,18 @@ def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def plan(config: ModelConfig, *, packed: bool, max_shard_bytes: int = SHARD_BYTES) -> Plan:
     """How a model is written in the layout of its family; `packed` in its quantized format, if it has one."""
     parts = list(manifest(config, packed=packed))
-    files = safetensors_files.divide((s.entry for s in parts), max_shard_bytes)
-    index = safetensors_files.index_of(files) if len(files) > 1 else None
-    text = released_config(config)
-    if packed and (quantization := quantization_config(config)) is not None:
-        (text.get("text_config") or text)["quantization_config"] = quantization
-    return Plan(json.dumps(text, indent=2) + "\n", files, {s.name: s for s in parts}, index)
+    shards = safetensors_files.divide((s.entry for s in parts), max_shard_bytes)
+    index = safetensors_files.index_of(shards) if len(shards) > 1 else None
+    text = export_config(config, packed=packed)
+    return Plan(json.dumps(text, indent=2) + "\n", shards, {s.name: s for s in parts}, index)
 
 
-def plan_like(config: ModelConfig, files: dict[str, Shard], folder: str | Path, original: Directory | None) -> Plan:
+def plan_like(config: ModelConfig, headers: dict[str, Shard], folder: str | Path, original: Directory | None) -> Plan:
     """How a model is written in the place of another of the same shape, tensors it does not have included.
 
     Args:
         config: the model.
-        files: headers to write.
+        headers: of the files to write.
         folder: with the config.json and, if there is one, the index to write.
         original: tensors that are carried through, and those whose released bytes are kept while they are unchanged.
 
@@ -165,13 +170,17 @@ def plan_like(config: ModelConfig, files: dict[str, Shard], folder: str | Path, 
     theirs, ours = released_config(read_config(folder)), released_config(config)
     if theirs != ours:
         raise CheckpointError(f"{folder / CONFIG} is not the model's:\n  " + "\n  ".join(differences(theirs, ours)))
-    entries = {name: entry for shard in files.values() for name, entry in shard.entries.items()}
+    entries = {name: entry for shard in headers.values() for name, entry in shard.entries.items()}
     found = match(entries, config, folder)
     lost = sorted(name for name in entries.keys() - found.keys() if original is None or name not in original.where)
     if lost:
-        raise CheckpointError(f"{folder} lacks the data of:\n  " + "\n  ".join(lost))
-    index = (folder / INDEX).read_text() if (folder / INDEX).is_file() else None
-    return Plan((folder / CONFIG).read_text(), files, found, index, original)
+        raise CheckpointError(f"{folder} lacks the data of:\n  {listed(lost)}")
+    # Both were parsed by now. As they are, with a byte order mark and their line ends.
+    config_text, index = (
+        (folder / name).read_bytes().decode() if (folder / name).is_file() else None for name in (CONFIG, INDEX)
+    )
+    assert config_text is not None
+    return Plan(config_text, headers, found, index, original)
 
 
 def save_release(
@@ -189,8 +198,9 @@ def save_release(
         max_shard_bytes: most bytes of a file.
 
     Raises:
-        CheckpointError: `path` exists and is not an empty directory, or the disk is too small; a matrix that the
-            format cannot hold.
+        CheckpointError: `path` exists and is not an empty directory, its temporary name `PATH.partial` is taken, or a
+            matrix is one that the format cannot hold.
+        FileError: the disk is too small, or the operating system refuses.
     """
     path = Path(path).absolute()
     if _model_alone(config) != _model_alone(model.config):
@@ -203,34 +213,19 @@ def save_release(
         flat |= {f"{name}.packed": values[name].packed, f"{name}.scale": values[name].scale}
     source = Parameters(lambda leaf, index: np.asarray(flat[leaf])[index], kinds)
     made = plan(config, packed=packed, max_shard_bytes=max_shard_bytes)
-    check_disk(path, made.num_bytes)
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for file, shard in made.files.items():
-        safetensors_files.write(partial / file, shard, made.blocks(file, source))
+    with pending(path, ["save", path.name, os.getpid(), time.time_ns()], made.num_bytes) as folder:
+        for file, shard in made.files.items():
+            safetensors_files.write(folder.path / file, shard, made.blocks(file, source))
+        write_texts(folder.path, made)
+
+
+def write_texts(folder: Path, made: Plan) -> None:
+    """Writes the index, if there is one, and config.json."""
     if made.index is not None:
-        (partial / INDEX).write_text(made.index)
-    (partial / CONFIG).write_text(made.config)
-    if path.exists():
-        path.rmdir()
-    partial.rename(path)
+        files.write(folder / INDEX, made.index)
+    files.write(folder / CONFIG, made.config)
 
 
 def _model_alone(config: ModelConfig) -> ModelConfig:
     """The config without what the numbers do not depend on."""
     return replace(config, dtype="float32", param_dtype="float32", remat="none")
-
-
-def check_new(path: Path) -> None:
-    """Refuses to write where something is."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists already; choose a new directory or remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def check_disk(path: Path, needed: int) -> None:
-    """Refuses a directory for which its disk is too small."""
-    free = shutil.disk_usage(path.parent).free
-    if needed > free:
-        raise CheckpointError(f"{path} needs {needed:,} bytes and the disk has {free:,} free; choose another disk")

@@ -12,7 +12,7 @@ def fatal(write, left: list[int]):
     def limited(*args):
         left[0] -= 1
         if left[0] < 0:
-            with open(f"{args[0]}.partial", "wb") as torn:
+            with open(args[0].with_name(f".{args[0].name}.partial"), "wb") as torn:
                 torn.write(b"torn")
             os.kill(os.getpid(), signal.SIGKILL)
         return write(*args)

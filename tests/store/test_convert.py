@@ -15,13 +15,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kimi_jax import cli
+from kimi_jax import cli, files
 from kimi_jax.config import ConfigError, Mesh, to_dict
 from kimi_jax.model.kimi import init
 from kimi_jax.model.param import arrays
 from kimi_jax.ops.quant.qtensor import Kind, QTensor
 from kimi_jax.parallel.mesh import make_mesh, on_mesh
-from kimi_jax.store import checkpoint, released_config, safetensors_files, sliced, write
+from kimi_jax.store import checkpoint, released_config, safetensors_files, sliced
 from kimi_jax.store import names as released_names
 from kimi_jax.store.convert import convert
 from kimi_jax.store.open import initial_parameters, needed_tokenizer, open_model
@@ -417,11 +417,11 @@ def test_targets_that_exist_and_disks_that_are_full_are_refused(releases, tmp_pa
     source, converted = releases("kimi_linear")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("")
-    monkeypatch.setattr(write.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 800_000})())
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 800_000})())
     for path in (source, converted):
         with pytest.raises(CheckpointError, match="exists already"):
             convert(path, tmp_path / "taken")
-        with pytest.raises(CheckpointError, match=r"needs [\d,]+ bytes and the disk has 800,000 free"):
+        with pytest.raises(files.FileError, match=r"needs [\d,]+ bytes and the disk has 800,000 free"):
             convert(path, tmp_path / "out")
     with pytest.raises(ConfigError, match="no checkpoint in"):
         convert(tmp_path / "taken", tmp_path / "out")
