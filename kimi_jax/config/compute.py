@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kimi_jax.config.checks import check, check_positive, check_types
+from kimi_jax.config.checks import LARGEST, check, check_positive, check_types
 from kimi_jax.config.model import Dtype
 
 MeshAxis = Literal["data", "fsdp", "expert", "tensor", "seq"]
@@ -73,7 +73,7 @@ class Rules:
         check_types(self)
         for name in (f.name for f in dataclasses.fields(self)):
             axes = getattr(self, name)
-            check(len(set(axes)) == len(axes), f"Rules.{name}={axes} names a mesh axis twice")
+            check(len(set(axes)) == len(axes), f"Rules.{name}={axes} names a mesh axis twice; leave one out")
         for name in ("time", "experts"):
             axes = getattr(self, name)
             check(len(axes) <= 1, f"Rules.{name}={axes} names {len(axes)} mesh axes; keep one of them, or none")
@@ -82,14 +82,14 @@ class Rules:
             axes = getattr(self, name)
             check(
                 set(axes) <= set(tokens),
-                f"Rules.{name}={axes} must be among the mesh axes of batch and time, {tokens}: a weight is gathered "
-                "where tokens differ",
+                f"Rules.{name}={axes} must be among the mesh axes of batch and time, {tokens}, for a weight is gathered "
+                "where tokens differ; change one of them",
             )
         for name in ("heads", "mlp", "vocab", "expert_mlp"):
             axes = getattr(self, name)
             check(
                 not set(axes) & set(tokens),
-                f"Rules.{name}={axes} must not share a mesh axis with batch and time, {tokens}",
+                f"Rules.{name}={axes} must not share a mesh axis with batch and time, {tokens}; change one of them",
             )
 
 
@@ -112,4 +112,7 @@ class Slice:
         check_types(self)
         for name in ("batch_size", "accumulation"):
             value = getattr(self, name)
-            check(value is None or value >= 1, f"Slice.{name}={value} must be at least 1, or None")
+            check(
+                value is None or 1 <= value <= LARGEST,
+                f"Slice.{name}={value} must be at least 1, or None, and at most {LARGEST:,}; change it",
+            )
