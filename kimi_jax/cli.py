@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import signal
 import sys
 import time
@@ -37,7 +38,8 @@ not exist, or a value of the wrong type; 130 Ctrl-C; 141 the reader of the outpu
 CLOSED_PIPE = 128 + signal.SIGPIPE
 """Exit status of what a shell's `| head` ends."""
 MOST_LINES = 6
-"""Lines of an error that are shown, in one."""
+LONGEST_ERROR = 2000
+"""Lines and characters of an error that are shown, in one line."""
 
 
 @dataclass(frozen=True)
@@ -327,8 +329,9 @@ class _plain_errors:
         elif isinstance(error, ConfigError | files.FileError | _checkpoint_error()):
             _fail(str(error))
         elif isinstance(error, OSError):
-            path = error.filename if isinstance(error.filename, str | bytes) else "a file"
-            _fail(str(files.problem(error, os.fsdecode(path), "use")))
+            named = isinstance(error.filename, str | bytes)
+            path, doing = (os.fsdecode(error.filename), "use") if named else ("a file or the output", "read or write")
+            _fail(str(files.problem(error, path, doing)))
 
 
 def _checkpoint_error() -> type[Exception]:
@@ -352,12 +355,13 @@ def _flush(leaving: SystemExit | None) -> None:
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output is the pipe that broke."""
+    """Whether standard output is a pipe that nobody reads any more."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+        output = select.poll()
+        output.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(events & (select.POLLERR | select.POLLHUP) for _, events in output.poll(0))
+    except (AttributeError, OSError, ValueError):  # no such call on this system; no file behind the stream
+        return False
 
 
 def _end_quietly() -> NoReturn:
@@ -392,4 +396,6 @@ def _one_line(message: str) -> str:
     text = ""
     for line in lines:
         text += line if not text else f" {line}" if text.endswith((":", ";", ",")) else f"; {line}"
+    if len(text) > LONGEST_ERROR:  # a path of the user's, most likely; what to do stands at the end
+        text = f"{text[: LONGEST_ERROR // 2]} ... {text[-LONGEST_ERROR // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -222,7 +222,7 @@ def test_every_check_of_the_dataclasses_has_a_case_above():
 def test_a_misspelt_field_of_a_config_file_is_named(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from kimi_jax.config import TrainConfig\nconfig = TrainConfig(stepz=3)\n")
-    with pytest.raises(ConfigError, match=r"mine.py: TrainConfig has no field 'stepz'; did you mean steps\?"):
+    with pytest.raises(ConfigError, match=r"mine.py:2: TrainConfig has no field 'stepz'; did you mean steps\?"):
         load_config(str(path))
 
 
