@@ -380,8 +380,9 @@ def _fail(message: str, status: int = 1) -> NoReturn:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # nobody may be reading
-        print(line, file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # print would take standard output instead
+        with suppress(OSError):  # nobody may be reading
+            print(line, file=sys.stderr, flush=True)
 
 
 def _one_line(message: str) -> str:
