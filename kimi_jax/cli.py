@@ -18,6 +18,7 @@ import tyro
 
 from kimi_jax import files
 from kimi_jax.config import Config, ConfigError, Mesh, Source, load_config, on_slice, shipped_configs
+from kimi_jax.config.checks import printable
 
 USAGE = """usage: kimi-jax COMMAND ...
 
@@ -399,4 +400,4 @@ def _one_line(message: str) -> str:
         text += line if not text else f" {line}" if text.endswith((":", ";", ",")) else f"; {line}"
     if len(text) > LONGEST_ERROR:  # a path of the user's, most likely; what to do stands at the end
         text = f"{text[: LONGEST_ERROR // 2]} ... {text[-LONGEST_ERROR // 2 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return printable(text)

@@ -91,7 +91,7 @@ def shown(value: object) -> str:
     """A value as a message shows it: in one line, and not all of what is long.
 
     >>> shown("x" * 1000)[-30:], shown(10**5000)
-    ("xxxxxx'... (1,002 characters)", 'an integer of 16,610 bits')
+    ('xxxxxxxx... (1,002 characters)', 'an integer of 16,610 bits')
     """
     if isinstance(value, int) and value.bit_length() > 1000:  # Python does not spell out integers of any length
         return f"an integer of {value.bit_length():,} bits"
@@ -100,6 +100,15 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # such an integer, or no end, somewhere inside
         return f"a {type(value).__name__}"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"
+
+
+def printable(text: str) -> str:
+    """Text with escapes for what no terminal and no UTF-8 file takes: a file's name may hold any bytes.
+
+    >>> print(printable("caf\\udce9\\n.txt"))
+    caf\\udce9\\n.txt
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _fits(value: object, kind: object) -> bool:
