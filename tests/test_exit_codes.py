@@ -59,7 +59,9 @@ def test_a_closed_stream_is_no_trace(stream, tmp_path):
 def test_any_locale_shows_any_name(tmp_path):
     """Where a terminal cannot show a character it is escaped; a file's name in other bytes is found all the same."""
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    text = b"# \xc3\xa9\nfrom kimi_jax.config import *\nconfig = load_config('k3_tiny')\nprint('\xc3\xa9', config.name)\n"
+    text = (
+        b"# \xc3\xa9\nfrom kimi_jax.config import *\nconfig = load_config('k3_tiny')\nprint('\xc3\xa9', config.name)\n"
+    )
     (tmp_path / "é.py").write_bytes(text + b"raise ValueError('\xc3\xa9')\n")
     done = run([*COMMAND, "inspect", "é.py"], tmp_path, env=plain)
     assert done.returncode == 1 and done.stdout == rb"\xe9 k3_tiny" + b"\n"
@@ -84,7 +86,10 @@ def leaves(error: BaseException) -> int | str | None:
         (PermissionError(13, "Permission denied", "a\nb"), r"cannot use a; b: Permission denied; change its perm"),
         (FileNotFoundError(2, "No such file or directory", b"caf\xe9"), r"cannot use caf\udce9: No such file"),
         (OSError(28, "No space left on device"), "cannot read or write a file or the output: No space left on device"),
-        (ConnectionResetError("reset"), "cannot read or write a file or the output: reset; check the path and the disk"),
+        (
+            ConnectionResetError("reset"),
+            "cannot read or write a file or the output: reset; check the path and the disk",
+        ),
         (cli.ConfigError("bad \x1b[31m\u2028name"), r"bad \x1b[31m; name"),
         (cli.ConfigError("a:\n" + "\n".join(f" b{i}" for i in range(9)) + "\nc"), "a: b0; b1; b2; and 6 more; c"),
         (cli.ConfigError("a" * 5000 + "; fix it"), "a" * 1000 + " ... " + "a" * 992 + "; fix it"),

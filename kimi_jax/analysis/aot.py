@@ -195,9 +195,7 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
                 ragged = "agged all-to-all" in str(raised) or "HasLimitedIciRouting" in str(raised)
                 fix = "this slice has no ragged all-to-all; set --model.moe.transport a2a" if ragged else ""
                 fix = fix or "choose another topology, mesh or model"
-                raise ConfigError(
-                    f"libtpu rejects the {step} step for {topology}: {_brief(raised)}; {fix}"
-                ) from raised
+                raise ConfigError(f"libtpu rejects the {step} step for {topology}: {_brief(raised)}; {fix}") from raised
             error = str(raised)
         compiled_after = time.perf_counter() - began - lowered_after
         assignment, usage, program = hlo.dumped(Path(folder))

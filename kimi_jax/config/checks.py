@@ -9,7 +9,6 @@ import typing
 from collections.abc import Callable
 from typing import Literal
 
-
 LARGEST = 2**31 - 1
 """What an int32 holds: sizes and indices of arrays are of this type."""
 LONGEST = 200

@@ -82,8 +82,8 @@ class Rules:
             axes = getattr(self, name)
             check(
                 set(axes) <= set(tokens),
-                f"Rules.{name}={axes} must be among the mesh axes of batch and time, {tokens}, for a weight is gathered "
-                "where tokens differ; change one of them",
+                f"Rules.{name}={axes} must be among the mesh axes of batch and time, {tokens}, for a weight is "
+                "gathered where tokens differ; change one of them",
             )
         for name in ("heads", "mlp", "vocab", "expert_mlp"):
             axes = getattr(self, name)

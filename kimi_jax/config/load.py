@@ -36,7 +36,8 @@ def from_dict(cls: type[T], values: Any) -> T:
     hints = typing.get_type_hints(cls)
     if unknown := sorted(map(str, values.keys() - hints.keys())):
         raise ConfigError(
-            f"{cls.__name__} has no field {shown(', '.join(unknown))}: written by another version of kimi_jax? {RESTORE}"
+            f"{cls.__name__} has no field {shown(', '.join(unknown))}, which another version of kimi_jax may have; "
+            + RESTORE
         )
     needed = [f.name for f in dataclasses.fields(cls) if _needed(f) and f.name not in values]  # type: ignore[arg-type]
     if needed:
@@ -85,7 +86,9 @@ def load_config(name: str) -> Config:
         known = shipped_configs()
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         fix = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
-        check(name in known, lambda: f"no config named {shown(name)} ({fix}); use one of them or the path of a .py file")
+        check(
+            name in known, lambda: f"no config named {shown(name)} ({fix}); use one of them or the path of a .py file"
+        )
         path = known[name]
     config = _run(path).get("config")
     if not isinstance(config, Config):

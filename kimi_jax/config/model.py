@@ -96,7 +96,7 @@ class MLAConfig:
         )
         check(
             self.rope is None or self.qk_rope_head_dim % 2 == 0,
-            f"qk_rope_head_dim={self.qk_rope_head_dim} must be even with rope, for channels turn in pairs; raise it by 1",
+            f"qk_rope_head_dim={self.qk_rope_head_dim} must be even with rope, which turns pairs; raise it by 1",
         )
 
     @property
@@ -229,7 +229,10 @@ class ModelConfig:
             check_groups(self, {})
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
-            check(0 <= value < self.vocab_size, f"{name}={value} is outside the vocabulary of {self.vocab_size}; change it")
+            check(
+                0 <= value < self.vocab_size,
+                f"{name}={value} is outside the vocabulary of {self.vocab_size}; change it",
+            )
 
     @property
     def kda_layers(self) -> tuple[int, ...]:

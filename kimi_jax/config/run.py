@@ -89,7 +89,8 @@ class Source:
         least, most = FLOAT32
         check(
             least <= self.weight <= most,
-            f"weight={self.weight} of a source must be positive; leave the source out instead, or set it to a finite number",
+            f"weight={self.weight} of a source must be positive; leave the source out instead, or set it to a finite "
+            "number",
         )
 
 
@@ -240,8 +241,8 @@ class Config:
         for axis, size in self.mesh.shape.items():
             check(
                 size == 1 or axis in used,
-                f"mesh.{axis}={size}, but no rule cuts anything over {axis}, so its devices would all do the same; set it "
-                f"to 1, or name {axis} in one of rules.{', '.join(vars(self.rules))}",
+                f"mesh.{axis}={size}, but no rule cuts anything over {axis}, so its devices would all do the same; set "
+                f"it to 1, or name {axis} in one of rules.{', '.join(vars(self.rules))}",
             )
         if self.train.qat_from_step is not None or self.model.moe.weight_format or self.model.moe.activation_format:
             sizes = self.mesh.shape

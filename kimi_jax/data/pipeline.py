@@ -22,7 +22,6 @@ from kimi_jax.data.sources import DataError, Document, Problems, read, side
 from kimi_jax.text.load import check_tokenizer, make_tokenizer
 from kimi_jax.text.tokenizer import Tokenizer
 
-
 MOST_PIECES = 2**48
 """Of an epoch; a run that sees them all is longer than anyone waits."""
 
@@ -140,9 +139,7 @@ def load(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer | None = N
             if config.validation
             else f"raise data.validation_fraction={config.validation_fraction}, or name data.validation"
         )
-        raise DataError(
-            f"no validation document among {sum(p.num_documents for p in train)} for training; {fix}{note}"
-        )
+        raise DataError(f"no validation document among {sum(p.num_documents for p in train)} for training; {fix}{note}")
     return Data(config, tokenizer, train, validation, problems)
 
 

@@ -39,7 +39,9 @@ def test_rows_of_concatenated_files_are_all_kept(tmp_path):
     """Each file may begin with a mark; inside a row it is text."""
     rows = ["first", "second", "\ufeffthird", "fourth"]
     lines = [json.dumps({"text": row}, ensure_ascii=False).encode() for row in rows]
-    content = MARK + lines[0] + b"\n" + MARK + lines[1] + b"\r\n" + lines[2] + b"\n" + MARK + b"\n" + MARK * 2 + lines[3]
+    content = (
+        MARK + lines[0] + b"\n" + MARK + lines[1] + b"\r\n" + lines[2] + b"\n" + MARK + b"\n" + MARK * 2 + lines[3]
+    )
     (tmp_path / "a.jsonl").write_bytes(content)
     assert [d.text for d in documents("jsonl", tmp_path / "a.jsonl")] == rows
 
