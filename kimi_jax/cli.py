@@ -275,11 +275,12 @@ def aot(argv: Sequence[str]) -> None:
         name = _value(argv, "--topology")
         config = config if name is None else on_slice(config, name)
         args = tyro.cli(AotArgs, args=argv, default=AotArgs(config, name or "list"), prog="kimi-jax aot NAME")
-        from kimi_jax.analysis.aot import report, save, show, topologies
+        from kimi_jax.analysis.aot import parse_topology, report, save, show, topologies
 
         if args.topology == "list":
             print(*topologies(), sep="\n")
             return
+        parse_topology(args.topology)
         plain = args.topology.replace(":", "-")
         path = Path(args.out or f"{args.config.train.runs_dir}/aot/{args.config.name}-{plain}-{args.step}.json")
         files.check_writable(path)  # before minutes of compiling

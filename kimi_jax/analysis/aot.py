@@ -27,7 +27,7 @@ from kimi_jax import files
 from kimi_jax.analysis import flops, hlo
 from kimi_jax.config import Config, ConfigError
 from kimi_jax.config import Mesh as MeshConfig
-from kimi_jax.config.checks import LARGEST
+from kimi_jax.config.checks import LARGEST, shown
 from kimi_jax.infer import generate as generation
 from kimi_jax.model.cache import cache_shapes
 from kimi_jax.model.kimi import Kimi, declared
@@ -115,7 +115,7 @@ def _unknown(name: str) -> str:
     known = "; ".join(
         f"{kind}:{chip.shapes[0]}, {kind}:{chip.shapes[1]} to {chip.shapes[-1]}" for kind, chip in CHIPS.items()
     )
-    return f"no TPU topology {name!r}; there are {known} (with @N for N slices); `--topology list` prints them all"
+    return f"no TPU topology {shown(name)}; use {known}, or @N after it for N slices; `--topology list` prints them all"
 
 
 def prepare() -> None:

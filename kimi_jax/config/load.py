@@ -137,7 +137,7 @@ def _said(message: str) -> str:
 
 def _unknown_field(error: BaseException) -> str | None:
     """A plain message for a misspelt field in a config file; None for any other error."""
-    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    found = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     kind = getattr(sys.modules["kimi_jax.config"], found[1], None) if found else None
     if found is None or not dataclasses.is_dataclass(kind):
         return None
