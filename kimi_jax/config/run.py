@@ -200,7 +200,7 @@ class TrainConfig:
         start = self.qat_from_step
         check(
             start is None or 0 <= start < self.steps,
-            f"qat_from_step={start} must lie between 0 and steps={self.steps} - 1, or be None for no such steps",
+            f"qat_from_step={start} must lie between 0 and steps={self.steps} - 1, or None for never; change it",
         )
         check_finite(self, "spike_threshold")
         # JAX takes larger seeds too, and leaves out their upper bits: 2**32 would draw what 0 draws.
