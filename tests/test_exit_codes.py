@@ -1,5 +1,6 @@
 """How the command ends as a process: exit status, signals, pipes and locales."""
 
+import doctest
 import os
 import subprocess
 import sys
@@ -117,6 +118,11 @@ def test_the_help_names_every_exit_status(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for status in ("0 done", "1 a setting, file", "2 a flag or command", "130 Ctrl-C", f"{cli.CLOSED_PIPE} the reader"):
         assert status in text
+
+
+def test_examples():
+    result = doctest.testmod(cli)
+    assert result.attempted and not result.failed
 
 
 def test_a_path_is_tried_before_the_work_and_nothing_is_left(tmp_path):

@@ -176,7 +176,7 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
         What the JSON file holds: sizes in bytes for one device, whole-step FLOPs, times in seconds.
 
     Raises:
-        ConfigError: what the user can mend, among them what the compiler refuses for reasons other than memory.
+        ConfigError: what the user can fix, among them what the compiler rejects for reasons other than memory.
     """
     where = parse_topology(topology)
     if rows is not None and not 1 <= rows <= LARGEST:

@@ -20,7 +20,7 @@ class Mesh:
     data: int = 1
     """Replicas of everything, each with its rows of the batch: for slices joined by a slow network."""
     fsdp: int = 1
-    """Rows of the batch; parameters, gradients and optimizer state are cut over it and gathered layer by layer."""
+    """Rows of the batch; parameters, gradients and optimizer state are sharded over it and gathered layer by layer."""
     expert: int = 1
     """As fsdp, and routed experts stay on their rank: rows travel instead."""
     tensor: int = 1
@@ -44,9 +44,9 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which mesh axes each logical axis is cut over: one mapping for parameters and activations.
+    """Which mesh axes each logical axis is sharded over: one mapping for parameters and activations.
 
-    Logical axes that are not named here (head_dim, conv, width, latent, rank_out, router) are never cut.
+    Logical axes that are not named here (head_dim, conv, width, latent, rank_out, router) are never sharded.
     """
 
     batch: tuple[MeshAxis, ...] = ("data", "fsdp", "expert")
@@ -54,7 +54,7 @@ class Rules:
     time: tuple[MeshAxis, ...] = ("seq",)
     """Tokens of a row."""
     embed: tuple[MeshAxis, ...] = ("fsdp", "expert")
-    """Model width of weights (of activations it is whole)."""
+    """Model width of weights (of activations it is replicated)."""
     rank: tuple[MeshAxis, ...] = ("fsdp", "expert")
     """Inputs of the low-rank projections of MLA."""
     gate_rank: tuple[MeshAxis, ...] = ("fsdp",)

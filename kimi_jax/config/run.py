@@ -57,8 +57,8 @@ class Source:
     """Where text comes from. `kind="stdlib"` is the source code of the running Python's standard library."""
 
     kind: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
-    """stdlib, text: one document a file; a single text file is cut instead, its end being for validation.
-    jsonl, parquet: one document a row."""
+    """stdlib, text: one document per file; a single text file is split instead, its end being for validation.
+    jsonl, parquet: one document per row."""
     path: str = ""
     """A file, or a folder of which the files that match `glob` are read, hidden ones left out."""
     glob: str = ""
@@ -168,7 +168,7 @@ class TrainConfig:
     keep_every: int | None = None
     """Checkpoints at multiples of this step are never deleted."""
     spike_threshold: float = 2.0
-    """A loss (nats a token) this far above the running median skips the step; off during warmup."""
+    """A loss (nats per token) this far above the running median skips the step; off during warmup."""
     max_skips: int = 10
     """Skipped steps in a row after which the run stops."""
     qat_from_step: int | None = None

@@ -55,7 +55,7 @@ class Data:
 
         An epoch of one source predicts each of its tokens exactly once. In a mixture, weights are shares of
         tokens, and an epoch is the pass that reads the source that is largest for its weight exactly once; the
-        others go on from one epoch to the next, so that each of them, too, repeats nothing before it has been
+        others continue from one epoch to the next, so that each of them, too, repeats nothing before it has been
         read whole. Rows do not reach over the end of an epoch, batches do.
 
         `get_state()` is plain JSON, and `set_state` of it, in a new process too, gives the batches that follow.
@@ -91,7 +91,7 @@ class Data:
         return _once(self.validation, self.tokenizer, self.config, max_tokens)
 
     def validation_bytes(self) -> bytes:
-        """The text of the validation documents (not their prompts), one after the other, read anew."""
+        """The text of the validation documents (not their prompts), one after the other, read again."""
         return "".join(d.text for d in _documents(self.config, Problems(), held_out=True)).encode()
 
     def summary(self) -> str:
@@ -109,7 +109,7 @@ def load(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer | None = N
     Args:
       config: what to read.
       model: its vocabulary, which the tokenizer must suit.
-      tokenizer: the one of the checkpoint that training goes on from; None makes the one of the config.
+      tokenizer: the one of the checkpoint that training resumes from; None makes the one of the config.
 
     Raises:
       ConfigError: the tokenizer does not suit the model.
@@ -149,7 +149,7 @@ def eval_batches(
     """All tokens of some sources, each exactly once, in batches as `Data.validation_batches` gives them.
 
     Args:
-      sources: read whole, whatever their weight.
+      sources: read in full, whatever their weight.
       tokenizer: of the model.
       config: `sequence_length`, `batch_size` and `on_error` are read.
       max_tokens: as in `Data.validation_batches`.
@@ -196,7 +196,7 @@ def _once(
 
 
 class _Shares(grain.transforms.DatasetSelectionMap):
-    """One epoch of a mixture: `counts[i]` pieces of source i, going on from the epoch before, in random order."""
+    """One epoch of a mixture: `counts[i]` pieces of source i, continuing from the epoch before, in random order."""
 
     def __init__(self, counts: np.ndarray, epoch: int, seed: int):
         self._counts, self._epoch, self._seed = counts, epoch, seed

@@ -220,7 +220,7 @@ def side(documents: Iterable[Document], fraction: float, *, held_out: bool) -> I
     """The validation documents (`held_out`) or the training documents.
 
     A document validates when the hash of its key (a file's relative path, a row's text) is under `fraction`, so
-    that it keeps its side when others come or go, and equal rows share one. A single text file is cut instead,
+    that it keeps its side when others come or go, and equal rows share one. A single text file is split instead,
     at the first line that begins in its last `fraction`.
 
     Args:

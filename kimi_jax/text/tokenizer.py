@@ -338,10 +338,12 @@ def _from_library(what: str) -> Iterator[None]:
 
 def _check_merges(model: Any) -> None:
     """Raises ValueError for merges that end the whole process in the library: without the prefix that it cuts off."""
-    if not isinstance(model, dict) or not isinstance(model.get("merges"), list):
+    prefix, merges = (
+        model.get(n) if isinstance(model, dict) else None for n in ("continuing_subword_prefix", "merges")
+    )
+    if not isinstance(prefix, str) or not isinstance(merges, list):
         return
-    prefix = model.get("continuing_subword_prefix")
-    for merge in model["merges"] if isinstance(prefix, str) else []:
+    for merge in merges:
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(parts, list) and parts and str(parts[-1]).startswith(prefix)):
             raise ValueError(f"the merge {shown(merge)} lacks continuing_subword_prefix={shown(prefix)}")

@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused with the numbers and the mend; shipped configs load; real ones are real."""
+"""Settings that cannot work are rejected with the numbers and the fix; shipped configs load; real ones are real."""
 
 import ast
 import dataclasses
