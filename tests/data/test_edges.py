@@ -53,7 +53,15 @@ def test_the_place_of_a_broken_byte_counts_the_mark(tmp_path):
             documents(kind, tmp_path / name)
 
 
-NAMES = [b"a.txt", b"caf\xe9.txt", "é.txt".encode(), b"line\nbreak.txt", "🙂.txt".encode(), b"\x1b[31m.txt"]
+NAMES = [
+    b"a.txt",
+    b"\x80.txt",
+    b"caf\xe9.txt",
+    "é.txt".encode(),
+    b"line\nbreak.txt",
+    "🙂.txt".encode(),
+    b"\x1b[31m.txt",
+]
 
 
 def test_names_may_be_any_bytes(tmp_path):
