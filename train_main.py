@@ -3,7 +3,9 @@
 The same as `kimi-jax train`, for a checkout.
 """
 
-from kimi_jax.cli import train
+import sys
+
+from kimi_jax.__main__ import main
 
 if __name__ == "__main__":
-    train()
+    main(["train", *sys.argv[1:]])

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import tyro
 
+from kimi_jax import files
 from kimi_jax.config import Config, ConfigError, Mesh, Source, load_config, on_slice, shipped_configs
+from kimi_jax.config.checks import printable
 
 USAGE = """usage: kimi-jax COMMAND ...
 
-  train NAME [--model.x ... --train.x ...]   train a config, or go on with its run
+  train NAME [--model.x ... --train.x ...]   train a config, or resume its run
   eval --checkpoint DIR [--source.x ...]     bits per byte of a checkpoint on any text
   generate --checkpoint DIR --prompt TEXT    continue a text
   convert SRC DST [--verify]                 a released directory to a checkpoint, or back; or verify an earlier one
@@ -25,7 +30,17 @@ USAGE = """usage: kimi-jax COMMAND ...
   aot NAME --topology v5p:8x8x8              compile its step for a TPU slice: memory, collectives, speed; no TPU needed
 
 NAME is one of {names}, or a path to a .py file. `kimi-jax COMMAND --help` lists the settings.
+
+Exit status: 0 done (also a training run that SIGTERM stopped: it is saved); 1 a setting, file or checkpoint that cannot
+be used (one line, `error: ...`), a run that failed, a slice that `aot` finds too small; 2 a flag or command that does
+not exist, or a value of the wrong type; 130 Ctrl-C; 141 the reader of the output closed the pipe.
 """
+
+CLOSED_PIPE = 128 + signal.SIGPIPE
+"""Exit status of what a shell's `| head` ends."""
+MOST_LINES = 6
+LONGEST_ERROR = 2000
+"""Lines and characters of an error that are shown, in one line."""
 
 
 @dataclass(frozen=True)
@@ -122,16 +137,16 @@ class AotArgs:
 
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
     topology: str
-    """A slice as libtpu names it, e.g. v5p:8x8x8; v5p:8x8x8@2 for two. `list` prints the names."""
+    """A slice as libtpu names it, e.g. v5p:8x8x8; v5p:8x8x8@2 for two. `list` prints the names, and stops."""
     step: Literal["train", "prefill", "decode"] = "train"
     rows: int | None = None
-    """Of a prefill or decode, each of data.sequence-length tokens; by default one for each device that cuts rows."""
+    """Of a prefill or decode, each of data.sequence-length tokens; by default one for each device that shards rows."""
     out: str = ""
     """JSON file of the report; by default in a folder aot/ beside the runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The `kimi-jax` command."""
+    """Runs a command of `kimi-jax`; mistakes of the user end in `SystemExit`, see USAGE."""
     argv = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[Sequence[str]], None]] = {
         "train": train,
@@ -141,13 +156,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "inspect": inspect,
         "aot": aot,
     }
-    usage = USAGE.format(names=", ".join(shipped_configs()))
-    if not argv or argv[0] in ("-h", "--help"):
-        print(usage)
-        return
-    if argv[0] not in commands:
-        _fail(f"unknown command {argv[0]!r}; there are {', '.join(commands)}")
-    commands[argv[0]](argv[1:])
+    with _plain_errors():
+        if not argv or argv[0] in ("-h", "--help"):
+            print(USAGE.format(names=", ".join(shipped_configs())))
+        elif argv[0] in commands:
+            commands[argv[0]](argv[1:])
+        else:
+            _fail(f"unknown command {argv[0]!r}; use one of {', '.join(commands)}", status=2)
 
 
 def train(argv: Sequence[str] | None = None) -> None:
@@ -251,7 +266,8 @@ def inspect(argv: Sequence[str]) -> None:
         if args.manifest:
             from kimi_jax.store import names as released_names
 
-            print(*released_names.manifest_lines(args.config.model), sep="\n")
+            for line in released_names.manifest_lines(args.config.model):
+                print(line)
             return
         print(sizes.optimizer_table(args.config) if args.optim else sizes.report(args.config))
 
@@ -259,16 +275,21 @@ def inspect(argv: Sequence[str]) -> None:
 def aot(argv: Sequence[str]) -> None:
     config, argv = _named_config(argv, "kimi-jax aot")
     with _plain_errors():
-        from kimi_jax.analysis.aot import report, save, show
-
         # The slice's own mesh is the default that options change, so the topology is read before they are.
         name = _value(argv, "--topology")
         config = config if name is None else on_slice(config, name)
         args = tyro.cli(AotArgs, args=argv, default=AotArgs(config, name or "list"), prog="kimi-jax aot NAME")
-        result = report(args.config, args.topology, args.step, rows=args.rows)
-        show(result)
+        from kimi_jax.analysis.aot import parse_topology, report, save, show, topologies
+
+        if args.topology == "list":
+            print(*topologies(), sep="\n")
+            return
+        parse_topology(args.topology)
         plain = args.topology.replace(":", "-")
         path = Path(args.out or f"{args.config.train.runs_dir}/aot/{args.config.name}-{plain}-{args.step}.json")
+        files.check_writable(path)  # before minutes of compiling
+        result = report(args.config, args.topology, args.step, rows=args.rows)
+        show(result)
         save(result, path)
         print(f"Saved {path}")
         if not result["fits"]:
@@ -287,33 +308,101 @@ def _value(argv: Sequence[str], option: str) -> str | None:
 
 def _named_config(argv: Sequence[str], command: str) -> tuple[Config, list[str]]:
     """The config that the first argument names, and the arguments after it."""
-    if not argv or argv[0] in ("-h", "--help"):
+    with _plain_errors():
+        if argv and argv[0] not in ("-h", "--help"):
+            return load_config(argv[0]), list(argv[1:])
         print(f"usage: {command} NAME [settings]; NAME is one of {', '.join(shipped_configs())}, or a .py file.")
         print(f"`{command} NAME --help` lists the settings and their values.")
         sys.exit(0 if argv else 2)
-    with _plain_errors():
-        return load_config(argv[0]), list(argv[1:])
     raise AssertionError  # _plain_errors exits
 
 
 class _plain_errors:
-    """Ends with the message alone for what the user can mend; anything else is a bug and keeps its trace."""
+    """Ends a command with one line for what the user can fix, and with the exit status that USAGE promises. Any other
+    error is a bug of ours, and keeps its trace."""
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind, error, trace) -> None:
-        from kimi_jax.store.safetensors_files import CheckpointError
-
-        if isinstance(error, ConfigError | CheckpointError):
-            _fail(str(error))
-        if isinstance(error, KeyboardInterrupt):
-            print(
-                "Stopped at once; the same command goes on from the last checkpoint, if there is one.", file=sys.stderr
-            )
+        if error is None or isinstance(error, SystemExit):
+            _flush(error)
+        elif isinstance(error, KeyboardInterrupt):
+            _say("Stopped at once. The same command resumes a run or a conversion from what was saved last.")
             sys.exit(130)
+        elif isinstance(error, BrokenPipeError) and _reader_is_gone():
+            _end_quietly()
+        elif isinstance(error, ConfigError | files.FileError | _checkpoint_error()):
+            _fail(str(error))
+        elif isinstance(error, OSError):
+            named = isinstance(error.filename, str | bytes)
+            path, doing = (os.fsdecode(error.filename), "use") if named else ("a file or the output", "read or write")
+            _fail(str(files.problem(error, path, doing)))
 
 
-def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(1)
+def _checkpoint_error() -> type[Exception]:
+    """CheckpointError, whose module needs JAX; where that was not imported, nothing raised it."""
+    module = sys.modules.get("kimi_jax.store.safetensors_files")
+    return ConfigError if module is None else module.CheckpointError
+
+
+def _flush(leaving: SystemExit | None) -> None:
+    """Writes out what a command printed, so that a full disk or a closed pipe shows while it can be handled."""
+    if leaving is not None and isinstance(leaving.__context__, BrokenPipeError):  # rich has seen it first
+        _end_quietly()
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _end_quietly()
+    except OSError as error:
+        _discard_output()
+        _fail(str(files.problem(error, "the output", "write")))
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    try:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(events & (select.POLLERR | select.POLLHUP) for _, events in output.poll(0))
+    except (AttributeError, OSError, ValueError):  # no such call on this system; no file behind the stream
+        return False
+
+
+def _end_quietly() -> NoReturn:
+    _discard_output()
+    sys.exit(CLOSED_PIPE)
+
+
+def _discard_output() -> None:
+    """What the interpreter still has to write when it ends goes nowhere, instead of failing again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
+    _say(f"error: {_one_line(message)}")
+    sys.exit(status)
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:  # print would take standard output instead
+        with suppress(OSError):  # nobody may be reading
+            print(line, file=sys.stderr, flush=True)
+
+
+def _one_line(message: str) -> str:
+    """A message without line breaks and control characters, whatever a file name in it holds.
+
+    >>> print(_one_line("a differs:\\n  x: 1\\n  y: 2\\nset them back"))
+    a differs: x: 1; y: 2; set them back
+    """
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES - 2 : -1] = [f"and {len(lines) - MOST_LINES + 1} more"]
+    text = ""
+    for line in lines:
+        text += line if not text else f" {line}" if text.endswith((":", ";", ",")) else f"; {line}"
+    if len(text) > LONGEST_ERROR:  # a path of the user's, most likely; what to do stands at the end
+        text = f"{text[: LONGEST_ERROR // 2]} ... {text[-LONGEST_ERROR // 2 :]}"
+    return printable(text)

@@ -44,6 +44,7 @@ def problem(error: OSError, path: str | Path, doing: str) -> FileError:
         errno.EPERM: "change its permissions or choose another path",
         errno.EROFS: "choose a path on a disk that can be written",
         errno.ENOENT: "check the path",
+        errno.EISDIR: "choose another path",
     }
     fix = fixes.get(error.errno or 0, "check the path and the disk")
     return FileError(f"cannot {doing} {path}: {error.strerror or error}; {fix}")
@@ -173,6 +174,34 @@ def check_room(path: str | Path, needed: int) -> None:
         raise problem(error, path, "write") from error
     if needed > free:
         raise FileError(f"{path} needs {needed:,} bytes and the disk has {free:,} free; choose another disk")
+
+
+def check_writable(path: str | Path) -> None:
+    """Checks that a file of this name can be written, by making what `writing` makes, and leaves nothing behind.
+
+    Raises:
+        FileError: it cannot.
+    """
+    path, made = Path(path), []
+    try:
+        for folder in reversed((path.parent, *path.parent.parents)):
+            if not folder.exists():
+                folder.mkdir()
+                made.append(folder)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        partial = path.with_name(f".{path.name}{PARTIAL}")
+        if not partial.exists():
+            partial.touch()
+            partial.unlink()
+    except OSError as error:
+        raise problem(error, path, "write") from error
+    except ValueError as error:  # a NUL, or no name at all
+        raise FileError(f"{str(path)!r} is no name of a file ({error}); choose another path") from error
+    finally:
+        for folder in reversed(made):
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def checksum(data: bytes | memoryview) -> str:

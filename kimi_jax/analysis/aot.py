@@ -6,7 +6,6 @@ gives memory and collectives; FLOPs come from `flops`, speed limits from the chi
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -24,9 +23,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kimi_jax import files
 from kimi_jax.analysis import flops, hlo
 from kimi_jax.config import Config, ConfigError
 from kimi_jax.config import Mesh as MeshConfig
+from kimi_jax.config.checks import LARGEST, shown
 from kimi_jax.infer import generate as generation
 from kimi_jax.model.cache import cache_shapes
 from kimi_jax.model.kimi import Kimi, declared
@@ -72,6 +73,8 @@ CHIPS = {
     "v6e": Chip("v6e", 918e12, int(31.25 * GIB), 1640e9, 100e9, _SQUARES),  # 800 GB/s over 4
     "tpu7x": Chip("tpu7x", 2307e12, int(94.75 * GIB), 7380e9, 100e9, _CUBES, devices=2),  # 1200 GB/s over 6
 }
+MOST_CHIPS = 2**16
+"""Of all slices together: more than anyone has."""
 ON_CHIP_LINKS = 6
 """The two devices of a tpu7x chip are joined as by six links (page tpu7x)."""
 
@@ -94,15 +97,25 @@ def parse_topology(name: str) -> Topology:
     >>> parse_topology("v5p:8x8x8@2")
     Topology(name='v5p:8x8x8', slices=2)
     """
-    match = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})(?:@(\d+))?", name)
-    if match is None or match[1] not in CHIPS or match[3] == "0":
+    match = re.fullmatch(r"(\w{1,8}):(\d{1,5}(?:x\d{1,5}){1,2})(?:@(\d{1,5}))?", name)
+    if match is None or match[1] not in CHIPS:
         raise ConfigError(_unknown(name))
-    return Topology(f"{match[1]}:{match[2]}", int(match[3] or 1))
+    chips, slices = math.prod(map(int, match[2].split("x"))), int(match[3] or 1)
+    if not 1 <= chips * slices <= MOST_CHIPS:  # libtpu would build each of them
+        raise ConfigError(_unknown(name))
+    return Topology(f"{match[1]}:{match[2]}", slices)
+
+
+def topologies() -> list[str]:
+    """The slices one can rent, a line for each kind of chip; `@N` after a name stands for N slices."""
+    return [f"{kind}: " + ", ".join(f"{kind}:{shape}" for shape in chip.shapes) for kind, chip in CHIPS.items()]
 
 
 def _unknown(name: str) -> str:
-    known = "\n".join(f"  {kind}: " + ", ".join(f"{kind}:{s}" for s in chip.shapes) for kind, chip in CHIPS.items())
-    return f"no TPU topology {name!r}; there are (with @N for N slices)\n{known}"
+    known = "; ".join(
+        f"{kind}:{chip.shapes[0]}, {kind}:{chip.shapes[1]} to {chip.shapes[-1]}" for kind, chip in CHIPS.items()
+    )
+    return f"no TPU topology {shown(name)}; use {known}, or @N after it for N slices; `--topology list` prints them all"
 
 
 def prepare() -> None:
@@ -136,7 +149,7 @@ def devices(topology: Topology) -> list[Any]:
     except jax.errors.JaxRuntimeError as error:
         if "INVALID_ARGUMENT" not in str(error):
             raise
-        raise ConfigError(f"{_unknown(topology.name)}\nlibtpu: {error}") from error
+        raise ConfigError(f"{_unknown(topology.name)}; libtpu: {_brief(error)}") from error
 
 
 def slice_mesh(config: MeshConfig, topology: Topology, found: Sequence[Any]) -> jax.sharding.Mesh | None:
@@ -163,9 +176,11 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
         What the JSON file holds: sizes in bytes for one device, whole-step FLOPs, times in seconds.
 
     Raises:
-        ConfigError: what the user can mend, among them what the compiler refuses for reasons other than memory.
+        ConfigError: what the user can fix, among them what the compiler rejects for reasons other than memory.
     """
     where = parse_topology(topology)
+    if rows is not None and not 1 <= rows <= LARGEST:
+        raise ConfigError(f"rows={rows} of a {step} must be from 1 to {LARGEST:,}; set --rows to one of them")
     found = devices(where)
     mesh = slice_mesh(config.mesh, where, found)
     began = time.perf_counter()
@@ -178,9 +193,9 @@ def report(config: Config, topology: str, step: Step = "train", *, rows: int | N
         except jax.errors.JaxRuntimeError as raised:
             if "RESOURCE_EXHAUSTED" not in str(raised):
                 ragged = "agged all-to-all" in str(raised) or "HasLimitedIciRouting" in str(raised)
-                mend = "\nThis slice has no ragged all-to-all; set --model.moe.transport a2a" if ragged else ""
-                message = f"libtpu refuses the {step} step for {topology}: {str(raised)[:2000]}{mend}"
-                raise ConfigError(message) from raised
+                fix = "this slice has no ragged all-to-all; set --model.moe.transport a2a" if ragged else ""
+                fix = fix or "choose another topology, mesh or model"
+                raise ConfigError(f"libtpu rejects the {step} step for {topology}: {_brief(raised)}; {fix}") from raised
             error = str(raised)
         compiled_after = time.perf_counter() - began - lowered_after
         assignment, usage, program = hlo.dumped(Path(folder))
@@ -331,8 +346,12 @@ def show(result: dict[str, Any], console: Console | None = None) -> None:
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    files.write_json(path, result)
+
+
+def _brief(error: Exception) -> str:
+    """The beginning of a compiler's message, in one line."""
+    return " ".join(str(error).split())[:500]
 
 
 def _lowered(config: Config, mesh, step: Step, rows: int | None):

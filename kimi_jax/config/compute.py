@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kimi_jax.config.checks import check, check_positive, check_types
+from kimi_jax.config.checks import LARGEST, check, check_positive, check_types
 from kimi_jax.config.model import Dtype
 
 MeshAxis = Literal["data", "fsdp", "expert", "tensor", "seq"]
@@ -20,7 +20,7 @@ class Mesh:
     data: int = 1
     """Replicas of everything, each with its rows of the batch: for slices joined by a slow network."""
     fsdp: int = 1
-    """Rows of the batch; parameters, gradients and optimizer state are cut over it and gathered layer by layer."""
+    """Rows of the batch; parameters, gradients and optimizer state are sharded over it and gathered layer by layer."""
     expert: int = 1
     """As fsdp, and routed experts stay on their rank: rows travel instead."""
     tensor: int = 1
@@ -44,9 +44,9 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which mesh axes each logical axis is cut over: one mapping for parameters and activations.
+    """Which mesh axes each logical axis is sharded over: one mapping for parameters and activations.
 
-    Logical axes that are not named here (head_dim, conv, width, latent, rank_out, router) are never cut.
+    Logical axes that are not named here (head_dim, conv, width, latent, rank_out, router) are never sharded.
     """
 
     batch: tuple[MeshAxis, ...] = ("data", "fsdp", "expert")
@@ -54,7 +54,7 @@ class Rules:
     time: tuple[MeshAxis, ...] = ("seq",)
     """Tokens of a row."""
     embed: tuple[MeshAxis, ...] = ("fsdp", "expert")
-    """Model width of weights (of activations it is whole)."""
+    """Model width of weights (of activations it is replicated)."""
     rank: tuple[MeshAxis, ...] = ("fsdp", "expert")
     """Inputs of the low-rank projections of MLA."""
     gate_rank: tuple[MeshAxis, ...] = ("fsdp",)
@@ -73,7 +73,7 @@ class Rules:
         check_types(self)
         for name in (f.name for f in dataclasses.fields(self)):
             axes = getattr(self, name)
-            check(len(set(axes)) == len(axes), f"Rules.{name}={axes} names a mesh axis twice")
+            check(len(set(axes)) == len(axes), f"Rules.{name}={axes} names a mesh axis twice; leave one out")
         for name in ("time", "experts"):
             axes = getattr(self, name)
             check(len(axes) <= 1, f"Rules.{name}={axes} names {len(axes)} mesh axes; keep one of them, or none")
@@ -82,14 +82,14 @@ class Rules:
             axes = getattr(self, name)
             check(
                 set(axes) <= set(tokens),
-                f"Rules.{name}={axes} must be among the mesh axes of batch and time, {tokens}: a weight is gathered "
-                "where tokens differ",
+                f"Rules.{name}={axes} must be among the mesh axes of batch and time, {tokens}, for a weight is "
+                "gathered where tokens differ; change one of them",
             )
         for name in ("heads", "mlp", "vocab", "expert_mlp"):
             axes = getattr(self, name)
             check(
                 not set(axes) & set(tokens),
-                f"Rules.{name}={axes} must not share a mesh axis with batch and time, {tokens}",
+                f"Rules.{name}={axes} must not share a mesh axis with batch and time, {tokens}; change one of them",
             )
 
 
@@ -112,4 +112,7 @@ class Slice:
         check_types(self)
         for name in ("batch_size", "accumulation"):
             value = getattr(self, name)
-            check(value is None or value >= 1, f"Slice.{name}={value} must be at least 1, or None")
+            check(
+                value is None or 1 <= value <= LARGEST,
+                f"Slice.{name}={value} must be at least 1, or None, and at most {LARGEST:,}; change it",
+            )

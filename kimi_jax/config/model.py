@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import tyro
 
-from kimi_jax.config.checks import check, check_finite, check_positive, check_types
+from kimi_jax.config.checks import FLOAT32, LARGEST, check, check_finite, check_positive, check_types, shown
 
 Dtype = Literal["float32", "bfloat16", "float64"]
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 2**16
+"""More than any model has, and few enough that a list of them costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +35,8 @@ class KDAConfig:
         check_positive(self, "num_heads", "head_dim", "conv_size", "chunk_size")
         bound = self.gate_lower_bound
         check(
-            bound is None or -math.inf < bound < 0,
-            f"gate_lower_bound={bound} must be negative, or None for the softplus gate",
+            bound is None or -FLOAT32[1] <= bound <= -FLOAT32[0],
+            f"gate_lower_bound={bound} must be negative, or None for the softplus gate; change it",
         )
 
 
@@ -60,11 +62,14 @@ class RoPEConfig:
         check_positive(self, "original_max_position_embeddings")
         check_finite(self, "theta", "beta_slow")
         check_finite(self, "mscale", zero=True)
-        check(self.theta > 1, f"theta={self.theta} must be above 1")
-        check(1 <= self.factor < math.inf, f"factor={self.factor} must be at least 1 (no stretch) and finite")
+        check(self.theta > 1, f"theta={self.theta} must be above 1; set it to e.g. 10000")
         check(
-            self.beta_slow <= self.beta_fast < math.inf,
-            f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow} and finite",
+            1 <= self.factor <= FLOAT32[1],
+            f"factor={self.factor} must be at least 1 (no stretch) and finite; set it to 1 or more",
+        )
+        check(
+            self.beta_slow <= self.beta_fast <= FLOAT32[1],
+            f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow} and finite; raise it",
         )
 
 
@@ -88,12 +93,12 @@ class MLAConfig:
         check_types(self)
         check_positive(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check(
-            self.q_lora_rank is None or self.q_lora_rank >= 1,
-            f"q_lora_rank={self.q_lora_rank} must be at least 1",
+            self.q_lora_rank is None or 1 <= self.q_lora_rank <= LARGEST,
+            f"q_lora_rank={self.q_lora_rank} must be at least 1 and at most {LARGEST:,}, or None; change it",
         )
         check(
             self.rope is None or self.qk_rope_head_dim % 2 == 0,
-            f"qk_rope_head_dim={self.qk_rope_head_dim} must be even with rope: channels turn in pairs",
+            f"qk_rope_head_dim={self.qk_rope_head_dim} must be even with rope, which turns pairs; raise it by 1",
         )
 
     @property
@@ -131,17 +136,24 @@ class MoEConfig:
 
     def __post_init__(self):
         check_types(self)
-        check_positive(self, "num_experts", "experts_per_token", "hidden_size")
+        check_positive(self, "experts_per_token", "hidden_size")
+        check_positive(self, "num_experts", most=MOST_EXPERTS)
         check(
             self.experts_per_token < self.num_experts,
-            f"experts_per_token={self.experts_per_token} must be smaller than num_experts={self.num_experts}: "
-            "balancing needs the best expert that was not chosen",
+            f"experts_per_token={self.experts_per_token} must be smaller than num_experts={self.num_experts}, for "
+            "balancing needs the best expert that was not chosen; lower it",
         )
-        check(self.num_shared_experts >= 0, f"num_shared_experts={self.num_shared_experts} must not be negative")
-        check(self.latent_size is None or self.latent_size >= 1, f"latent_size={self.latent_size} must be at least 1")
+        check(
+            0 <= self.num_shared_experts <= MOST_EXPERTS,
+            f"num_shared_experts={self.num_shared_experts} must not be negative, or above {MOST_EXPERTS:,}; change it",
+        )
+        check(
+            self.latent_size is None or 1 <= self.latent_size <= LARGEST,
+            f"latent_size={self.latent_size} must be at least 1 and at most {LARGEST:,}, or None; change it",
+        )
         check_finite(self, "routed_scaling_factor")
         check_finite(self, "aux_loss_alpha", zero=True)
-        check(not self.latent_norm or self.latent_size is not None, "latent_norm=True needs a latent_size")
+        check(not self.latent_norm or self.latent_size is not None, "latent_norm=True needs a latent_size; set it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +195,8 @@ class ModelConfig:
 
     def __post_init__(self):
         check_types(self)
-        check_positive(self, "vocab_size", "hidden_size", "num_layers", "dense_hidden_size", "max_position_embeddings")
+        check_positive(self, "vocab_size", "hidden_size", "dense_hidden_size", "max_position_embeddings")
+        check_positive(self, "num_layers", most=MOST_LAYERS)
         check_finite(self, "rms_norm_eps")
         check_finite(self, "initializer_range", zero=True)
         for name in ("situ_beta", "situ_linear_beta"):
@@ -192,18 +205,27 @@ class ModelConfig:
         check(
             all(0 <= layer < self.num_layers for layer in self.mla_layers)
             and list(self.mla_layers) == sorted(set(self.mla_layers)),
-            f"mla_layers={self.mla_layers} must be rising layer numbers from 0 to {self.num_layers - 1}",
+            lambda: (
+                f"mla_layers={shown(self.mla_layers)} must be rising layer numbers from 0 to {self.num_layers - 1}; "
+                "change them"
+            ),
         )
         check(
             self.kda is not None or len(self.mla_layers) == self.num_layers,
-            f"kda=None, but mla_layers={self.mla_layers} leave KDA layers among num_layers={self.num_layers}; set kda",
+            lambda: (
+                f"kda=None, but mla_layers={shown(self.mla_layers)} leave KDA layers among "
+                f"num_layers={self.num_layers}; set kda"
+            ),
         )
         check(
             0 <= self.num_dense_layers <= self.num_layers,
-            f"num_dense_layers={self.num_dense_layers} must lie between 0 and num_layers={self.num_layers}",
+            f"num_dense_layers={self.num_dense_layers} must lie between 0 and num_layers={self.num_layers}; change it",
         )
         size = self.attn_res_block_size
-        check(size is None or size >= 1, f"attn_res_block_size={size} must be at least 1, or None")
+        check(
+            size is None or 1 <= size <= LARGEST,
+            f"attn_res_block_size={size} must be at least 1, or None, and at most {LARGEST:,}; change it",
+        )
         check(
             self.situ_linear_beta is None or self.situ_beta is not None,
             f"situ_linear_beta={self.situ_linear_beta} needs situ_beta; set both, or neither for SwiGLU",
@@ -212,7 +234,10 @@ class ModelConfig:
             check_groups(self, {})
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
-            check(0 <= value < self.vocab_size, f"{name}={value} is outside the vocabulary of {self.vocab_size}")
+            check(
+                0 <= value < self.vocab_size,
+                f"{name}={value} is outside the vocabulary of {self.vocab_size}; change it",
+            )
 
     @property
     def kda_layers(self) -> tuple[int, ...]:
@@ -224,7 +249,7 @@ class ModelConfig:
 
 
 def check_groups(model: ModelConfig, ways: dict[str, int]) -> None:
-    """Refuses widths of routed experts that do not divide into groups of 32 on each of so many devices."""
+    """Rejects widths of routed experts that do not divide into groups of 32 on each of so many devices."""
     z, f = model.moe.latent_size, model.moe.hidden_size
     latent = ("hidden_size", model.hidden_size) if z is None else ("moe.latent_size", z)
     for (name, width), axis in ((latent, "expert_latent"), (("moe.hidden_size", f), "expert_mlp")):

@@ -7,7 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from kimi_jax.config.checks import check, check_finite, check_positive, check_types
+from kimi_jax.config.checks import (
+    FLOAT32,
+    LARGEST,
+    LONGEST,
+    check,
+    check_finite,
+    check_path,
+    check_positive,
+    check_text,
+    check_types,
+    shown,
+)
 from kimi_jax.config.compute import Mesh, Rules, Slice
 from kimi_jax.config.model import ModelConfig, check_groups
 
@@ -38,11 +49,11 @@ class OptimConfig:
         check_types(self)
         check_finite(self, "learning_rate", "qk_clip", "balance_rate")
         check_finite(self, "weight_decay", zero=True)
-        check(0 <= self.warmup_fraction < 1, f"warmup_fraction={self.warmup_fraction} must lie in [0, 1)")
-        check(self.schedule_from >= 0, f"schedule_from={self.schedule_from} must not be negative")
+        check(0 <= self.warmup_fraction < 1, f"warmup_fraction={self.warmup_fraction} must lie in [0, 1); change it")
+        check(self.schedule_from >= 0, f"schedule_from={self.schedule_from} must not be negative; set it to 0 or more")
         for name in ("momentum", "adam_b1", "adam_b2"):
             value = getattr(self, name)
-            check(0 <= value < 1, f"{name}={value} must lie in [0, 1)")
+            check(0 <= value < 1, f"{name}={value} must lie in [0, 1); change it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +61,8 @@ class Source:
     """Where text comes from. `kind="stdlib"` is the source code of the running Python's standard library."""
 
     kind: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
-    """stdlib, text: one document a file; a single text file is cut instead, its end being for validation.
-    jsonl, parquet: one document a row."""
+    """stdlib, text: one document per file; a single text file is split instead, its end being for validation.
+    jsonl, parquet: one document per row."""
     path: str = ""
     """A file, or a folder of which the files that match `glob` are read, hidden ones left out."""
     glob: str = ""
@@ -65,10 +76,25 @@ class Source:
 
     def __post_init__(self):
         check_types(self)
-        check(self.kind == "stdlib" or bool(self.path), f'a source of kind "{self.kind}" needs a path')
+        check_path(self, "path", "glob")
+        check_text(self, "text_field", "prompt_field")
+        check(self.kind == "stdlib" or bool(self.path), f'a source of kind "{self.kind}" needs a path; set path')
+        parts = self.glob.split("/")
         check(
-            self.weight > 0,
-            f"weight={self.weight} of a source must be positive; leave the source out instead",
+            not self.glob
+            or not ({"", ".."} & set(parts) or set(parts) == {"."} or any("**" in p and p != "**" for p in parts)),
+            f"glob={shown(self.glob)} must name files below the source's folder, with ** alone between slashes; "
+            'write it like "**/*.txt"',
+        )
+        check(
+            self.prompt_field != self.text_field,
+            f"prompt_field={shown(self.prompt_field)} is the text_field too; name another field, or None",
+        )
+        least, most = FLOAT32
+        check(
+            least <= self.weight <= most,
+            f"weight={self.weight} of a source must be positive; leave the source out instead, or set it to a finite "
+            "number",
         )
 
 
@@ -83,10 +109,12 @@ class TokenizerConfig:
 
     def __post_init__(self):
         check_types(self)
+        check_path(self, "path")
         needs = self.kind in ("tokenizers", "tiktoken")
         check(
             bool(self.path) == needs,
-            f'tokenizer kind "{self.kind}" ' + ("needs a path" if needs else "takes no path"),
+            f'tokenizer kind "{self.kind}" '
+            + ("needs a path; set path" if needs else f"takes no path; leave out path={shown(self.path)}"),
         )
 
 
@@ -107,15 +135,22 @@ class DataConfig:
 
     def __post_init__(self):
         check_types(self)
-        check_positive(self, "batch_size")
+        check_positive(self, "batch_size", "sequence_length")
         check(
             self.sequence_length >= 2,
             f"sequence_length={self.sequence_length} leaves nothing to predict from; set it to at least 2",
         )
+        tokens = self.batch_size * self.sequence_length
+        check(
+            tokens <= LARGEST,
+            f"batch_size={self.batch_size} x sequence_length={self.sequence_length} = {tokens:,} tokens per step must "
+            f"be at most {LARGEST:,}; lower one of them",
+        )
         check(len(self.sources) >= 1, "data.sources is empty; name at least one source")
         check(
-            bool(self.validation) or 0 < self.validation_fraction < 1,
-            f"validation_fraction={self.validation_fraction} must lie in (0, 1) when no validation source is given",
+            0 < self.validation_fraction < 1 or (bool(self.validation) and self.validation_fraction == 0),
+            f"validation_fraction={self.validation_fraction} must lie in (0, 1) when no validation source is given; "
+            "change it, or set data.validation",
         )
 
 
@@ -137,7 +172,7 @@ class TrainConfig:
     keep_every: int | None = None
     """Checkpoints at multiples of this step are never deleted."""
     spike_threshold: float = 2.0
-    """A loss (nats a token) this far above the running median skips the step; off during warmup."""
+    """A loss (nats per token) this far above the running median skips the step; off during warmup."""
     max_skips: int = 10
     """Skipped steps in a row after which the run stops."""
     qat_from_step: int | None = None
@@ -155,24 +190,27 @@ class TrainConfig:
             "steps",
             "accumulation",
             "eval_every",
-            "eval_tokens",
             "checkpoint_every",
             "keep_last",
             "max_skips",
         )
+        check_positive(self, "eval_tokens", most=2**63 - 1)
+        check_path(self, "init_from", "runs_dir")
+        check_text(self, "sample_prompt")
         check(
-            self.keep_every is None or self.keep_every >= 1,
-            f"keep_every={self.keep_every} must be at least 1, or None",
+            self.keep_every is None or 1 <= self.keep_every <= LARGEST,
+            f"keep_every={self.keep_every} must be at least 1, or None, and at most {LARGEST:,}; change it",
         )
         start = self.qat_from_step
         check(
             start is None or 0 <= start < self.steps,
-            f"qat_from_step={start} must lie between 0 and steps={self.steps} - 1, or be None for no such steps",
+            f"qat_from_step={start} must lie between 0 and steps={self.steps} - 1, or None for never; change it",
         )
         check_finite(self, "spike_threshold")
-        for name in ("seed", "sample_tokens"):
+        # JAX takes larger seeds too, and leaves out their upper bits: 2**32 would draw what 0 draws.
+        for name, most in (("seed", 2**32 - 1), ("sample_tokens", LARGEST)):
             value = getattr(self, name)
-            check(value >= 0, f"{name}={value} must not be negative")
+            check(0 <= value <= most, f"{name}={value} must not be negative, or above {most:,}; change it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +231,15 @@ class Config:
         rows, parts = self.data.batch_size, self.train.accumulation
         check(
             rows % parts == 0,
-            f"batch_size={rows} does not divide into accumulation={parts} micro-batches; "
-            f"set train.accumulation to one of {[n for n in range(1, rows + 1) if rows % n == 0]}",
+            lambda: (
+                f"batch_size={rows} does not divide into accumulation={parts} micro-batches; "
+                f"set train.accumulation to one of {near_divisors(rows, parts)}"
+            ),
         )
         check(
             self.data.sequence_length <= self.model.max_position_embeddings,
             f"sequence_length={self.data.sequence_length} is over the model's "
-            f"max_position_embeddings={self.model.max_position_embeddings}",
+            f"max_position_embeddings={self.model.max_position_embeddings}; lower it to that",
         )
         begin, steps = self.optim.schedule_from, self.train.steps
         check(begin < steps, f"optim.schedule_from={begin} must be below train.steps={steps}; raise train.steps")
@@ -207,15 +247,31 @@ class Config:
         for axis, size in self.mesh.shape.items():
             check(
                 size == 1 or axis in used,
-                f"mesh.{axis}={size}, but no rule cuts anything over {axis}: its devices would all do the same; set it "
-                f"to 1, or name {axis} in one of rules.{', '.join(vars(self.rules))}",
+                f"mesh.{axis}={size}, but no rule cuts anything over {axis}, so its devices would all do the same; set "
+                f"it to 1, or name {axis} in one of rules.{', '.join(vars(self.rules))}",
             )
         if self.train.qat_from_step is not None or self.model.moe.weight_format or self.model.moe.activation_format:
             sizes = self.mesh.shape
             cut = {name: math.prod(sizes[a] for a in getattr(self.rules, name)) for name in vars(self.rules)}
             check_groups(self.model, cut)
         plain = Path(self.name).name == self.name and self.name not in ("", "..") and "\0" not in self.name
-        check(plain, f"name={self.name!r} must be the plain name of a folder, e.g. 'k3_tiny'")
+        check(
+            plain and len(self.name.encode("utf-8", "replace")) <= LONGEST,
+            f"name={shown(self.name)} must be the plain name of a folder, e.g. 'k3_tiny', of at most {LONGEST} bytes; "
+            "choose another",
+        )
+        check_path(self, "name")
+
+
+def near_divisors(number: int, wanted: int, most: int = 8) -> list[int]:
+    """The divisors of a number that are nearest to the one that was wanted, rising.
+
+    >>> near_divisors(12, 5), len(near_divisors(720720, 1))
+    ([1, 2, 3, 4, 6, 12], 8)
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    found = {*small, *(number // n for n in small)}
+    return sorted(sorted(found, key=lambda n: abs(n - wanted))[:most])
 
 
 def on_slice(config: Config, topology: str) -> Config:

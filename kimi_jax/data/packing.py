@@ -1,7 +1,7 @@
 """Encoded documents, split into pieces that fit a row, and rows packed from pieces.
 
 A document of tokens x_1 ... x_n is read as begin, x_1 ... x_n and predicted as x_1 ... x_n, end. These n + 1
-(token, target) pairs are cut into pieces of at most `sequence_length`; the token that begins a piece is the
+(token, target) pairs are split into pieces of at most `sequence_length`; the token that begins a piece is the
 target that ended the one before. So each target belongs to exactly one piece. Pieces become rows by best fit,
 each with a segment id of its own.
 """
@@ -25,7 +25,7 @@ ENCODE_CHARS = 1 << 20  # text handed to the tokenizer at a time, so that its th
 class Pieces:
     """Encoded documents in memory, and random access to their pieces (a grain data source).
 
-    It takes 2 bytes a token for vocabularies up to 65536 ids, else 4, and 1 byte a token for its source bytes.
+    It takes 2 bytes per token for vocabularies up to 65536 ids, else 4, and 1 byte per token for its source bytes.
     Pieces of prompt alone are left out: they carry no loss, and nothing of them reaches the next piece.
 
     Attributes:

@@ -16,11 +16,14 @@ from hashlib import blake2b
 import grain
 import numpy as np
 
-from kimi_jax.config import DataConfig, ModelConfig, Source
+from kimi_jax.config import ConfigError, DataConfig, ModelConfig, Source
 from kimi_jax.data import packing
 from kimi_jax.data.sources import DataError, Document, Problems, read, side
 from kimi_jax.text.load import check_tokenizer, make_tokenizer
 from kimi_jax.text.tokenizer import Tokenizer
+
+MOST_PIECES = 2**48
+"""Of an epoch; a run that sees them all is longer than anyone waits."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Data:
 
         An epoch of one source predicts each of its tokens exactly once. In a mixture, weights are shares of
         tokens, and an epoch is the pass that reads the source that is largest for its weight exactly once; the
-        others go on from one epoch to the next, so that each of them, too, repeats nothing before it has been
+        others continue from one epoch to the next, so that each of them, too, repeats nothing before it has been
         read whole. Rows do not reach over the end of an epoch, batches do.
 
         `get_state()` is plain JSON, and `set_state` of it, in a new process too, gives the batches that follow.
@@ -88,7 +91,7 @@ class Data:
         return _once(self.validation, self.tokenizer, self.config, max_tokens)
 
     def validation_bytes(self) -> bytes:
-        """The text of the validation documents (not their prompts), one after the other, read anew."""
+        """The text of the validation documents (not their prompts), one after the other, read again."""
         return "".join(d.text for d in _documents(self.config, Problems(), held_out=True)).encode()
 
     def summary(self) -> str:
@@ -106,7 +109,7 @@ def load(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer | None = N
     Args:
       config: what to read.
       model: its vocabulary, which the tokenizer must suit.
-      tokenizer: the one of the checkpoint that training goes on from; None makes the one of the config.
+      tokenizer: the one of the checkpoint that training resumes from; None makes the one of the config.
 
     Raises:
       ConfigError: the tokenizer does not suit the model.
@@ -128,16 +131,15 @@ def load(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer | None = N
     note = f" ({problems.summary()})" if problems.counts else ""
     for source, pieces in zip(config.sources, train, strict=True):
         if not len(pieces):
-            raise DataError(f"the {source.kind} source {source.path} has no training documents{note}")
+            raise DataError(f"the {source.kind} source {source.path} has no training documents{note}; fix the source")
+    _pieces_per_epoch(train, [source.weight for source in config.sources])  # raises before the first step
     if not len(validation):
-        mend = (
-            "mend data.validation"
+        fix = (
+            "fix data.validation"
             if config.validation
             else f"raise data.validation_fraction={config.validation_fraction}, or name data.validation"
         )
-        raise DataError(
-            f"no validation document among {sum(p.num_documents for p in train)} for training; {mend}{note}"
-        )
+        raise DataError(f"no validation document among {sum(p.num_documents for p in train)} for training; {fix}{note}")
     return Data(config, tokenizer, train, validation, problems)
 
 
@@ -147,7 +149,7 @@ def eval_batches(
     """All tokens of some sources, each exactly once, in batches as `Data.validation_batches` gives them.
 
     Args:
-      sources: read whole, whatever their weight.
+      sources: read in full, whatever their weight.
       tokenizer: of the model.
       config: `sequence_length`, `batch_size` and `on_error` are read.
       max_tokens: as in `Data.validation_batches`.
@@ -162,7 +164,8 @@ def eval_batches(
     documents = itertools.chain.from_iterable(read(source, problems) for source in sources)
     pieces = packing.Pieces(documents, tokenizer, config.sequence_length)
     if not len(pieces):
-        raise DataError(f"no document in {', '.join(s.path or s.kind for s in sources)} {problems.summary()}".strip())
+        note = f" ({problems.summary()})" if problems.counts else ""
+        raise DataError(f"no document in {', '.join(s.path or s.kind for s in sources)}{note}; fix the source")
     return _once(pieces, tokenizer, config, max_tokens), problems
 
 
@@ -183,6 +186,8 @@ def _once(
 ) -> grain.IterDataset:
     order = np.random.default_rng(0).permutation(len(pieces))
     if max_tokens is not None:
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens={max_tokens} must be at least 1; set it to 1 or more, or None for all")
         tokens = np.cumsum(pieces.num_targets[order])
         order = order[: max(1, int(np.searchsorted(tokens, max_tokens, side="right")))]
     picked = grain.MapDataset.source(order.tolist()).map(pieces.__getitem__)
@@ -191,7 +196,7 @@ def _once(
 
 
 class _Shares(grain.transforms.DatasetSelectionMap):
-    """One epoch of a mixture: `counts[i]` pieces of source i, going on from the epoch before, in random order."""
+    """One epoch of a mixture: `counts[i]` pieces of source i, continuing from the epoch before, in random order."""
 
     def __init__(self, counts: np.ndarray, epoch: int, seed: int):
         self._counts, self._epoch, self._seed = counts, epoch, seed
@@ -215,11 +220,7 @@ def _epochs(
     def derived(*numbers: int) -> int:
         return int(np.random.SeedSequence([seed % 2**64, *numbers]).generate_state(1)[0])
 
-    # Pieces of each source in an epoch: its tokens are to its weight as those of the source read once.
-    tokens = np.array([pieces.num_tokens for pieces in sources], np.float64)
-    share = np.array(weights) / np.sum(weights)
-    passes = np.max(tokens / share) * share / tokens
-    counts = np.maximum(np.rint(passes * [len(pieces) for pieces in sources]), 1).astype(np.int64)
+    counts = _pieces_per_epoch(sources, weights)
     endless = [grain.MapDataset.source(pieces).shuffle(seed=derived(0, i)).repeat() for i, pieces in enumerate(sources)]
 
     def epoch_rows(epoch: int) -> grain.IterDataset:
@@ -228,6 +229,25 @@ def _epochs(
         return packing.rows(mixture, sequence_length, seed=derived(2, epoch))
 
     return epoch_rows
+
+
+def _pieces_per_epoch(sources: Sequence[packing.Pieces], weights: Sequence[float]) -> np.ndarray:
+    """Pieces of each source: its tokens are to its weight as those of the source that is read once.
+
+    Raises:
+      DataError: the weights are so far apart that there is no counting them.
+    """
+    tokens = np.array([pieces.num_tokens for pieces in sources], np.float64)
+    share = np.array(weights, np.float64) / np.sum(weights)
+    with np.errstate(all="ignore"):  # found out below
+        passes = np.max(tokens / share) * share / tokens
+        counts = np.maximum(np.rint(passes * [len(pieces) for pieces in sources]), 1)
+    if not counts.sum() < MOST_PIECES:
+        raise DataError(
+            f"weights {', '.join(map(str, weights))} of data.sources are too far apart: an epoch would have "
+            f"{counts.sum():.3g} pieces; bring them closer together"
+        )
+    return counts.astype(np.int64)
 
 
 class _Epochs(grain.IterDataset):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,14 +16,17 @@ from pathlib import Path
 from typing import Literal
 
 from kimi_jax.config import ConfigError, Source
-from kimi_jax.files import unit_hash
+from kimi_jax.config.checks import printable
+from kimi_jax.files import problem, unit_hash
 
+MARK = "\ufeff"
+"""Byte order mark, with which some programs begin a UTF-8 file."""
 GLOBS = {"text": "**/*", "jsonl": "**/*.jsonl", "parquet": "**/*.parquet"}
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 class DataError(ConfigError):
-    """Data that cannot be trained on; the message says where it lies and the mend."""
+    """Data that cannot be trained on; the message says where it is and what to do."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Document:
 
 @dataclass
 class Problems:
-    """Documents that could not be used: how many of each kind, and where the first ones lie."""
+    """Documents that could not be used: how many of each kind, and where the first ones are."""
 
     on_error: Literal["skip", "raise"] = "skip"
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -53,9 +57,9 @@ class Problems:
         Raises:
           DataError: `on_error` is "raise".
         """
-        message = f"{where}: {kind}" + (f" ({detail})" if detail else "")
+        message = printable(f"{where}: {kind}" + (f" ({detail})" if detail else ""))
         if self.on_error == "raise":
-            raise DataError(f'{message}; mend it, or set data.on_error to "skip"')
+            raise DataError(f'{message}; fix it, or set data.on_error to "skip"')
         self.counts[kind] += 1
         if len(self.first) < 5:
             self.first.append(message)
@@ -79,7 +83,7 @@ def read(source: Source, problems: Problems) -> Iterator[Document]:
     """Yields the documents of a source, always in the same order.
 
     Args:
-      source: where they lie. Folders are walked in the order of their relative paths; hidden files are left out.
+      source: where they are. Folders are walked in the order of their relative paths; hidden files are left out.
       problems: takes what cannot be used: a file that cannot be read, bad UTF-8, a malformed line, a field that
         is missing or not text, an empty document.
 
@@ -91,18 +95,12 @@ def read(source: Source, problems: Problems) -> Iterator[Document]:
         paths = [p for p in root.rglob("*.py") if not NOT_LIBRARY.intersection(p.relative_to(root).parts)]
         paths = [p for p in paths if not p.name.startswith("_sysconfigdata")]  # how this machine built Python
     else:
-        root = Path(source.path)
-        if not root.exists():
-            raise DataError(f"data source {source.path} does not exist; mend the path of the {source.kind} source")
-        if not root.is_dir():
-            root, paths = root.parent, [root]
-        else:
-            glob = source.glob or GLOBS[source.kind]
-            found = ((p, p.relative_to(root).parts) for p in root.glob(glob) if not p.is_dir())
-            paths = [p for p, parts in found if not any(part.startswith(".") for part in parts)]
-            if not paths:
-                raise DataError(f"no file under {source.path} matches glob={glob!r}; mend the path or the glob")
-    for path in sorted(paths, key=lambda p: p.relative_to(root).as_posix()):
+        try:
+            root, paths = _found(source)
+        except OSError as error:
+            raise DataError(str(problem(error, printable(source.path), "read the data source"))) from error
+    # By the bytes of their names, which are the same in every locale.
+    for path in sorted(paths, key=lambda p: os.fsencode(p.relative_to(root).as_posix())):
         try:
             if not path.is_file():
                 raise OSError("not a regular file")  # a dangling link, or a pipe that would block
@@ -110,7 +108,7 @@ def read(source: Source, problems: Problems) -> Iterator[Document]:
                 yield from _jsonl(path, source, problems)
             elif source.kind == "parquet":
                 yield from _parquet(path, source, problems)
-            elif text := path.read_bytes().decode("utf-8"):
+            elif text := path.read_bytes().decode("utf-8").removeprefix(MARK):
                 yield Document(text, key=path.relative_to(root).as_posix() if len(paths) > 1 else None)
             elif source.kind != "stdlib":  # there, an empty __init__.py is nothing to report
                 problems.add(str(path), "empty document")
@@ -120,17 +118,38 @@ def read(source: Source, problems: Problems) -> Iterator[Document]:
             problems.add(str(path), "unreadable file", error.strerror or str(error))
 
 
+def _found(source: Source) -> tuple[Path, list[Path]]:
+    """The folder and the files of a source, in no order."""
+    root = Path(source.path)
+    try:
+        os.stat(root)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(
+            f"data source {printable(source.path)} does not exist; fix the path of the {source.kind} source"
+        ) from error
+    if not root.is_dir():
+        return root.parent, [root]
+    glob = source.glob or GLOBS[source.kind]
+    found = ((p, p.relative_to(root).parts) for p in root.glob(glob) if not p.is_dir())
+    paths = [p for p, parts in found if not any(part.startswith(".") for part in parts)]
+    if not paths:
+        raise DataError(f"no file under {printable(source.path)} matches glob={glob!r}; fix the path or the glob")
+    return root, paths
+
+
 def _jsonl(path: Path, source: Source, problems: Problems) -> Iterator[Document]:
     with path.open("rb") as lines:
         empty = True
         for number, line in enumerate(lines, 1):
             where = f"{path}:{number}"
-            if not line.strip():
-                continue
-            empty = False
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                text = line.decode("utf-8").lstrip(MARK).strip(" \t\r\n\f\v")  # a mark per file that was concatenated
+                if not text:
+                    continue
+                empty = False
+                row = json.loads(text)
             except UnicodeDecodeError as error:
+                empty = False
                 problems.add(where, "not UTF-8", f"{error.reason} at byte {error.start} of the line")
             except (ValueError, RecursionError) as error:
                 problems.add(where, "malformed JSON", str(error))
@@ -152,10 +171,14 @@ def _parquet(path: Path, source: Source, problems: Problems) -> Iterator[Documen
     wanted = [source.text_field] + ([source.prompt_field] if source.prompt_field is not None else [])
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # A file of ours, since pyarrow takes no names that are not UTF-8.
+        with path.open("rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
             columns = file.schema_arrow.names
             if missing := [name for name in wanted if name not in columns]:
                 problems.add(str(path), f"no column {missing[0]!r}", f"it has {', '.join(columns)}")
+                return
+            if twice := [name for name in wanted if columns.count(name) > 1]:
+                problems.add(str(path), f"two columns {twice[0]!r}")
                 return
             for batch in file.iter_batches(batch_size=256, columns=wanted):
                 for values in zip(*(batch.column(name) for name in wanted), strict=True):
@@ -168,7 +191,7 @@ def _parquet(path: Path, source: Source, problems: Problems) -> Iterator[Documen
                         yield from _row(row, f"{path}:{number}", source, problems)
     except (pyarrow.ArrowException, OSError) as error:
         where = f"{path}:{number + 1}" if number else str(path)
-        problems.add(where, "unreadable file", str(error).splitlines()[0])
+        problems.add(where, "unreadable file", str(error).partition("\n")[0])
         return
     if number == 0:
         problems.add(str(path), "empty document")
@@ -197,7 +220,7 @@ def side(documents: Iterable[Document], fraction: float, *, held_out: bool) -> I
     """The validation documents (`held_out`) or the training documents.
 
     A document validates when the hash of its key (a file's relative path, a row's text) is under `fraction`, so
-    that it keeps its side when others come or go, and equal rows share one. A single text file is cut instead,
+    that it keeps its side when others come or go, and equal rows share one. A single text file is split instead,
     at the first line that begins in its last `fraction`.
 
     Args:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from kimi_jax.config import ConfigError
-from kimi_jax.text.tokenizer import RANKS, SETTINGS, Tokenizer
+from kimi_jax.config.checks import SURROGATE, shown
+from kimi_jax.text.tokenizer import MOST_IDS, RANKS, SETTINGS, Tokenizer
 
 # tokenization_kimi.py of the released checkpoints: pattern, special tokens by place after the ranks (those not
 # named are reserved; K3 gives places of K2 and Kimi Linear other meanings), and the two cuts that keep tiktoken's
@@ -87,8 +89,8 @@ class TiktokenTokenizer(Tokenizer):
     """Kimi's tokenizer: a tiktoken rank file, and 256 special tokens after the ranks.
 
     Args:
-      content: the rank file, a line a token: its bytes in base64, and its rank.
-      bos_id, eos_id, pad_id: as in `Tokenizer`.
+      content: the rank file, one line per token: its bytes in base64, and its rank.
+      bos_id, eos_id, pad_id: as in `Tokenizer`; several ids that end a document as a sequence.
       family: names of control tokens by place after the ranks; the others are `<|reserved_token_ID|>`.
       names: the same by id, as a release's own settings have them; they stand instead of the family's.
       where: the file, for messages.
@@ -103,7 +105,7 @@ class TiktokenTokenizer(Tokenizer):
         self,
         content: bytes,
         bos_id: int,
-        eos_id: int,
+        eos_id: int | Sequence[int],
         pad_id: int,
         family: Mapping[int, str] = K3_SPECIALS,
         names: Mapping[int, str] | None = None,
@@ -114,6 +116,7 @@ class TiktokenTokenizer(Tokenizer):
             import tiktoken
         except ImportError as error:
             raise ConfigError(f"reading {where} needs tiktoken: pip install 'kimi-jax[tiktoken]'") from error
+        content = content.removeprefix(codecs.BOM_UTF8)
         ranks: dict[bytes, int] = {}
         for number, line in enumerate(content.splitlines(), 1):
             try:
@@ -121,11 +124,19 @@ class TiktokenTokenizer(Tokenizer):
                     token, rank = line.split()
                     ranks[base64.b64decode(token, validate=True)] = int(rank)
             except ValueError as error:
-                raise ConfigError(f"{where}:{number}: {line[:40]!r} is not base64 and a rank; fetch it anew") from error
+                raise ConfigError(
+                    f"{where}:{number}: {line[:40]!r} is not base64 and a rank; fetch it again"
+                ) from error
         if sorted(ranks.values()) != list(range(len(ranks))) or any(
             bytes([value]) not in ranks for value in range(256)
         ):
-            raise ConfigError(f"{where}: {len(ranks)} ranks must count from 0 and hold every byte; fetch the file anew")
+            stray = next((rank for rank in ranks.values() if not 0 <= rank < len(ranks)), None)
+            raise ConfigError(
+                f"{where}: {len(ranks)} ranks must count from 0 and hold every byte"
+                f"{'' if stray is None else f', and not have {stray}'}; fetch the file again"
+            )
+        if len(ranks) + KIMI_NUM_SPECIALS > MOST_IDS:
+            raise ConfigError(f"{where}: {len(ranks):,} ranks are more than {MOST_IDS:,}; fetch the file again")
         self._content = content
         ids = range(len(ranks), len(ranks) + KIMI_NUM_SPECIALS)
         if names is None:
@@ -133,12 +144,14 @@ class TiktokenTokenizer(Tokenizer):
         if strangers := sorted(set(names) - set(ids)):
             raise ConfigError(
                 f"{where}: {len(ranks)} ranks leave the ids {ids[0]} to {ids[-1]} for control tokens, but "
-                f"{strangers[0]} is to be {names[strangers[0]]!r}; fetch the file anew"
+                f"{strangers[0]} is to be {shown(names[strangers[0]])}; fetch the file again"
             )
         self._end_of_message = ids[KIMI_END_OF_MESSAGE]
         self.special_tokens = {names.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
         if len(self.special_tokens) < KIMI_NUM_SPECIALS or "" in self.special_tokens:
-            raise ConfigError(f"{where}: two control tokens have one name, or one has none; fetch {SETTINGS} anew")
+            raise ConfigError(f"{where}: two control tokens have one name, or one has none; fetch {SETTINGS} again")
+        if strange := next(filter(SURROGATE.search, self.special_tokens), None):
+            raise ConfigError(f"{where}: control token {shown(strange)} is not UTF-8; fetch {SETTINGS} again")
         self._encoding = tiktoken.Encoding(
             "kimi", pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
@@ -157,7 +170,7 @@ class TiktokenTokenizer(Tokenizer):
     @property
     def stop_ids(self):
         # K2's settings of generation stop at a message's end, its config.json at a document's; K3 has one id for both.
-        return tuple(sorted({self.eos_id, self._end_of_message}))
+        return tuple(sorted({*self.eos_ids, self._end_of_message}))
 
     @property
     def files(self):

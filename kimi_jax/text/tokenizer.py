@@ -10,13 +10,20 @@ from __future__ import annotations
 import abc
 import codecs
 import json
+import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
+
+from kimi_jax import files
+from kimi_jax.config import ConfigError
+from kimi_jax.config.checks import LONGEST, SURROGATE, shown
 
 SETTINGS, RANKS, JSON = "tokenizer_config.json", "tiktoken.model", "tokenizer.json"  # files of a saved tokenizer
 
@@ -27,12 +34,16 @@ RELEASED = (RANKS, JSON)  # a released directory with a tokenizer has one of the
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")  # ids 0, 1, 2 of the tokenizers that are made here
 
 
+MOST_IDS = 2**22  # of a vocabulary; tables have a place for each, and no tokenizer has a tenth as many
+
+
 class Tokenizer(abc.ABC):
     """Text to ids and back.
 
     Attributes:
       vocab_size: one more than the largest id.
       bos_id, eos_id, pad_id: the ids that begin a document, end it, and fill rows.
+      eos_ids: all ids that end a document, of which `eos_id` is the first; most tokenizers have one.
       special_tokens: the control tokens, name -> id.
       token_bytes: the bytes of each id (none for special tokens), or None where ids are not byte strings.
     """
@@ -42,8 +53,9 @@ class Tokenizer(abc.ABC):
     special_tokens: Mapping[str, int]
     token_bytes: list[bytes] | None
 
-    def __init__(self, bos_id: int, eos_id: int, pad_id: int):
-        self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
+    def __init__(self, bos_id: int, eos_id: int | Sequence[int], pad_id: int):
+        self.eos_ids = (eos_id,) if isinstance(eos_id, int) else tuple(dict.fromkeys(eos_id))
+        self.bos_id, self.eos_id, self.pad_id = bos_id, self.eos_ids[0], pad_id
 
     @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -58,7 +70,12 @@ class Tokenizer(abc.ABC):
         """
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids [n] int32 of a text, without special tokens."""
+        """The ids [n] int32 of a text, without special tokens.
+
+        Raises:
+          ConfigError: the text has no UTF-8, being what a command line in another encoding becomes.
+        """
+        _check_text(text)
         return self.encode_batch([text])[0][0]
 
     def encode_segments(self, segments: Iterable[tuple[str, bool]]) -> np.ndarray:
@@ -78,6 +95,7 @@ class Tokenizer(abc.ABC):
         cut = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
         parts: list[int | str] = []
         for text, is_control in segments:
+            _check_text(text)
             pieces = cut.split(text) if is_control else [text]
             parts += [self.special_tokens[piece] if i % 2 else piece for i, piece in enumerate(pieces)]
         texts = iter(self.encode_batch([part for part in parts if isinstance(part, str)]))
@@ -87,7 +105,7 @@ class Tokenizer(abc.ABC):
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids after which a model has nothing more to say."""
-        return (self.eos_id,)
+        return self.eos_ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids. Special tokens have none; bytes that are not UTF-8 become U+FFFD."""
@@ -97,7 +115,7 @@ class Tokenizer(abc.ABC):
         """The bytes of ids, where `token_bytes` has them; ids past `vocab_size` (spare rows of a model) have none."""
         table = self.token_bytes
         assert table is not None
-        return b"".join(table[i] for i in ids if i < len(table))
+        return b"".join(table[i] for i in _checked(ids) if i < len(table))
 
     def stream(self) -> TextStream:
         """A decoder for ids that come one by one."""
@@ -109,12 +127,16 @@ class Tokenizer(abc.ABC):
         return {}
 
     def save(self, folder: Path | str) -> None:
-        """Writes the tokenizer to a folder, for `load`."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        """Writes the tokenizer to a folder, for `load_tokenizer`; last the settings, without which it is none.
+
+        Raises:
+          FileError: the folder cannot be written.
+        """
         settings = {**self._settings(), **self._names()}
-        for name, content in {SETTINGS: json.dumps(settings).encode(), **self.files}.items():
-            (folder / name).write_bytes(content)
+        if len(self.eos_ids) > 1:
+            settings["eos_token_id"] = list(self.eos_ids)  # as releases have it
+        for name, content in {**self.files, SETTINGS: json.dumps(settings).encode()}.items():
+            files.write(Path(folder) / name, content)
 
     @property
     def fingerprint(self) -> str:
@@ -130,6 +152,26 @@ class Tokenizer(abc.ABC):
     def _names(self) -> dict:
         """What `save` writes of control tokens, if their names are in no file."""
         return {}
+
+
+def _check_text(text: str) -> None:
+    if found := SURROGATE.search(text):
+        raise ConfigError(
+            f"text {shown(text)} has half a surrogate pair at character {found.start()}, which has no UTF-8; write it "
+            "in UTF-8"
+        )
+
+
+def _checked(ids: Iterable[int]) -> list[int]:
+    """Ids as integers of Python.
+
+    Raises:
+      ConfigError: one is negative, which would count from the end.
+    """
+    checked = [operator.index(i) for i in ids]
+    if checked and min(checked) < 0:
+        raise ConfigError(f"id {min(checked)} of a token must not be negative; leave it out")
+    return checked
 
 
 class TextStream:
@@ -189,22 +231,50 @@ class ByteTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library, from its JSON."""
+    """A tokenizer of the `tokenizers` library, from its JSON.
 
-    def __init__(self, text: str, bos_id: int, eos_id: int, pad_id: int, kind: str = "tokenizers"):
+    Args:
+      text: the JSON.
+      bos_id, eos_id, pad_id: as in `Tokenizer`; several ids that end a document as a sequence.
+      kind: `tokenizers`, or `bpe` for one that was trained here.
+      where: the file, for messages.
+
+    Raises:
+      ConfigError: the library does not take the JSON, or an id is too large.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        bos_id: int,
+        eos_id: int | Sequence[int],
+        pad_id: int,
+        kind: str = "tokenizers",
+        where: str = "the JSON",
+    ):
         super().__init__(bos_id, eos_id, pad_id)
         self.kind = kind
-        self._json = text
-        self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        self._json, self._where = text, where
+        with _from_library(f"{where} is no tokenizer.json of the tokenizers library"):
+            raw = files.parse_json(text, where)
+            _check_merges(raw.get("model"))
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.encode_special_tokens = True  # a special token that a text spells is text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if not 0 < self.vocab_size <= MOST_IDS:
+            largest = max(vocabulary, key=vocabulary.__getitem__, default="")
+            raise ConfigError(
+                f"{where}: its largest id, of {shown(largest)}, is {self.vocab_size - 1}, and must be from 0 to "
+                f"{MOST_IDS - 1:,}; fetch the file again"
+            )
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self.token_bytes = None
-        if (json.loads(text).get("decoder") or {}).get("type") == "ByteLevel":
+        decoder = raw.get("decoder")
+        if isinstance(decoder, dict) and decoder.get("type") == "ByteLevel":
             table = [b""] * self.vocab_size
             for token, i in vocabulary.items():
                 if i not in added:
@@ -217,10 +287,10 @@ class JsonTokenizer(Tokenizer):
     def encode_batch(self, texts):
         texts, result = list(texts), []
         if self.token_bytes is not None:
-            for text, coded in zip(
-                texts, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
-            ):
-                ids = np.array(coded.ids, np.int32)
+            with _from_library(f"the tokenizers library cannot encode text with {self._where}"):
+                encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for text, coded in zip(texts, encodings, strict=True):
+                ids = self._ids(coded)
                 lengths = self._lengths[ids]
                 # A normalizer or a prefix space can change the bytes; the offsets know how.
                 exact = lengths.sum() == len(text.encode())
@@ -229,22 +299,54 @@ class JsonTokenizer(Tokenizer):
         return [self._by_offsets(text) for text in texts]
 
     def _by_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        coded = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = np.array(coded.ids, np.int32)
+        with _from_library(f"the tokenizers library cannot encode text with {self._where}"):
+            coded = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._ids(coded)
         place = np.concatenate([[0], np.cumsum([len(char.encode()) for char in text])]).astype(np.int64)
         ends = np.array([end for _, end in coded.offsets], np.int64)
         if len(ends):
-            ends = np.maximum.accumulate(ends)
+            ends = np.minimum(np.maximum.accumulate(ends), len(text))  # some normalizers count past the end
             ends[-1] = len(text)  # what no token covers belongs to the one after it, at the end to the last
         return ids, np.diff(place[ends], prepend=0).astype(np.int32)
 
+    def _ids(self, coded: tokenizers.Encoding) -> np.ndarray:
+        ids = np.array(coded.ids, np.int64)
+        if ids.max(initial=0) >= self.vocab_size:
+            raise ConfigError(f"{self._where} gives id {ids.max()}, which it has no token for; fetch the file again")
+        return ids.astype(np.int32)
+
     def decode(self, ids):
-        ids = [int(i) for i in ids]
+        ids = _checked(ids)
         return super().decode(ids) if self.token_bytes is not None else self._tokenizer.decode(ids)
 
     @property
     def files(self):
         return {JSON: self._json.encode()}
+
+
+@contextmanager
+def _from_library(what: str) -> Iterator[None]:
+    """What the tokenizers library finds wrong with a file, in one line."""
+    try:
+        yield
+    except BaseException as error:  # it raises plain Exception, and panics, which are none, for what its file holds
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{what} ({said[:LONGEST]}); fetch the file again") from error
+
+
+def _check_merges(model: Any) -> None:
+    """Raises ValueError for merges that end the whole process in the library: without the prefix that it cuts off."""
+    prefix, merges = (
+        model.get(n) if isinstance(model, dict) else None for n in ("continuing_subword_prefix", "merges")
+    )
+    if not isinstance(prefix, str) or not isinstance(merges, list):
+        return
+    for merge in merges:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(parts, list) and parts and str(parts[-1]).startswith(prefix)):
+            raise ValueError(f"the merge {shown(merge)} lacks continuing_subword_prefix={shown(prefix)}")
 
 
 def _byte_alphabet() -> dict[str, bytes]:

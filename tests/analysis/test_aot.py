@@ -108,7 +108,7 @@ def test_what_fits_is_counted_to_the_byte(a_product):
 @pytest.mark.parametrize(
     ("topology", "mesh", "message"),
     [
-        ("v9:2x2", Mesh(), "no TPU topology 'v9:2x2'; there are"),
+        ("v9:2x2", Mesh(), "no TPU topology 'v9:2x2'; use v4:2x2x1"),
         ("v5e", Mesh(), "v5e:2x2, v5e:2x4"),
         ("v5e:3x3", Mesh(), "libtpu: INVALID_ARGUMENT"),
         ("v5e:2x2@0", Mesh(), "no TPU topology"),

@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused with the numbers and the mend; shipped configs load; real ones are real."""
+"""Settings that cannot work are rejected with the numbers and the fix; shipped configs load; real ones are real."""
 
 import ast
 import dataclasses
@@ -143,6 +143,26 @@ REFUSED = [
     ("model.mla", {"rope": RoPEConfig(theta=1e4), "qk_rope_head_dim": 3}, "qk_rope_head_dim=3 must be even with rope"),
     ("model.moe", {"aux_loss_alpha": -1.0}, "aux_loss_alpha=-1.0 must be at least 0 and finite"),
     ("model", {"kda": None}, "kda=None, but mla_layers=(3, 7, 8) leave KDA layers among num_layers=9; set kda"),
+    ("model.moe", {"num_shared_experts": 10**6}, "num_shared_experts=1000000 must not be negative, or above 65,536"),
+    ("model.moe", {"num_experts": 10**8}, "num_experts=100000000 must be at most 65,536; lower it"),
+    ("model", {"num_layers": 10**10}, "num_layers=10000000000 must be at most 10,000; lower it"),
+    ("data", {"sequence_length": 0}, "sequence_length=0 must be at least 1"),
+    ("data", {"batch_size": 2**24}, "= 4,294,967,296 tokens per step must be at most"),
+    ("train", {"eval_tokens": 0}, "eval_tokens=0 must be at least 1"),
+    ("train", {"runs_dir": "a\0b"}, "runs_dir='a\\x00b' holds a NUL; take it out"),
+    ("train", {"init_from": "\ud800"}, "init_from='\\ud800' has no spelling in this system's encoding"),
+    ("train", {"sample_prompt": "\udcc3"}, "sample_prompt='\\udcc3' is not UTF-8; write it in UTF-8"),
+    ("train", {"seed": 2**32}, "seed=4294967296 must not be negative, or above 4,294,967,295"),
+    ("data.tokenizer", {"kind": "tokenizers", "path": "\0"}, "path='\\x00' holds a NUL"),
+    ("source", {"path": "\0"}, "path='\\x00' holds a NUL"),
+    ("source", {"text_field": "\ud800"}, "text_field='\\ud800' is not UTF-8"),
+    ("source", {"prompt_field": "text"}, "prompt_field='text' is the text_field too; name another field, or None"),
+    *(
+        ("source", {"glob": glob}, "must name files below the source's folder")
+        for glob in ("/etc/*", "../*", "**a", ".", "..", "a//b", "a/")
+    ),
+    ("", {"name": "\ud800"}, "name='\\ud800' has no spelling"),
+    ("", {"name": "x" * 201}, "must be the plain name of a folder, e.g. 'k3_tiny', of at most 200 bytes"),
     ("source", {"weight": 0.0}, "weight=0.0 of a source must be positive; leave the source out instead"),
     ("train", {"qat_from_step": 10**6}, "qat_from_step=1000000 must lie between 0 and steps="),
     ("train", {"qat_from_step": -1}, "qat_from_step=-1 must lie between 0 and steps="),
@@ -202,7 +222,7 @@ def test_every_check_of_the_dataclasses_has_a_case_above():
 def test_a_misspelt_field_of_a_config_file_is_named(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from kimi_jax.config import TrainConfig\nconfig = TrainConfig(stepz=3)\n")
-    with pytest.raises(ConfigError, match=r"mine.py: TrainConfig has no field 'stepz'; did you mean steps\?"):
+    with pytest.raises(ConfigError, match=r"mine.py:2: TrainConfig has no field 'stepz'; did you mean steps\?"):
         load_config(str(path))
 
 

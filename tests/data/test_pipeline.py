@@ -254,7 +254,7 @@ def test_eval_reads_any_source(corpus, tmp_path):
     held, _ = pipeline.eval_batches(data.config.validation, data.tokenizer, data.config, max_tokens=100)
     assert same(list(held), list(data.validation_batches(max_tokens=100)))
     (tmp_path / "none.txt").write_text("")
-    with pytest.raises(DataError, match=r"no document in .*none\.txt skipped 1 document: 1 empty document"):
+    with pytest.raises(DataError, match=r"no document in .*none\.txt \(skipped 1 document: 1 empty document"):
         pipeline.eval_batches([Source(kind="text", path=str(tmp_path / "none.txt"))], data.tokenizer, data.config)
 
 
@@ -308,7 +308,7 @@ def test_a_corpus_that_cannot_train_is_refused_before_it_does(tmp_path, corpus):
         load(dataclasses.replace(base, sources=(source, Source(kind="jsonl", path=str(bad)))))
     with pytest.raises(DataError, match=r"bad\.jsonl:1: malformed JSON"):
         load(dataclasses.replace(base, sources=(Source(kind="jsonl", path=str(bad)),), on_error="raise"))
-    with pytest.raises(DataError, match=r"mend data\.validation"):
+    with pytest.raises(DataError, match=r"fix data\.validation"):
         load(dataclasses.replace(base, validation=(Source(kind="jsonl", path=str(bad)),)))
     lone = write_jsonl(tmp_path / "lone.jsonl", ["only one"])
     with pytest.raises(
