@@ -26,6 +26,7 @@ try:
     missing = False
 except ImportError:
     missing = True
+pytestmark = pytest.mark.usefixtures("optimised")
 needs_libtpu = pytest.mark.skipif(missing, reason="libtpu is not installed: pip install -e '.[aot]'")
 
 TINY = replace(load_config("k3_tiny"), mesh=Mesh(fsdp=2, expert=2))
