@@ -23,7 +23,7 @@ from kimi_jax.model.layer import AttnResidual
 from kimi_jax.model.mla import MLA
 from kimi_jax.model.mlp import MLP
 from kimi_jax.model.moe import MoE
-from kimi_jax.model.param import arrays, partitions, with_arrays
+from kimi_jax.model.param import arrays, named_params, partitions, with_arrays
 from kimi_jax.ops.segments import document_ids, positions
 from kimi_jax.parallel import vocab
 from kimi_jax.parallel.mesh import make_mesh
@@ -168,7 +168,9 @@ def test_a_layer_on_a_mesh_is_that_on_one_device(name, mesh_name):
         return NamedSharding(mesh, spec_for(RULES, axes, sizes))
 
     with jax.set_mesh(mesh):
-        cut = partitions(case.build(case.config), RULES, sizes)
+        module = case.build(case.config)
+        declared = {path: weight.get_metadata()["declared"] for path, weight in named_params(module).items()}
+        cut = partitions(declared, RULES, sizes)
         params = {path: jax.device_put(w, NamedSharding(mesh, cut[path])) for path, w in values(name).items()}
         tokens, rows = sharding(*TIME), sharding("batch", "width")
         places = Inputs(sharding(*ROWS), tokens, tokens, tokens, rows, rows)
