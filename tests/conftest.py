@@ -32,8 +32,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # The longest files, longest first: one that starts last would leave the other worker with nothing to do.
 LONGEST = [
-    *("test_mesh_settings", "test_notebooks", "test_train", "test_processes", "test_meshes", "test_aot"),
-    *("test_checkpoint", "test_qat", "test_k2", "test_model", "test_golden_models", "test_expert", "test_context"),
+    *("test_meshes", "test_train", "test_processes", "test_notebooks", "test_aot", "test_layers", "test_mesh_settings"),
+    *("test_qat", "test_checkpoint", "test_model", "test_golden_models", "test_step", "test_convert", "test_kda"),
+    *("test_k2", "test_packaging", "test_expert", "test_context"),
 ]
 
 
