@@ -1,52 +1,40 @@
-"""Eight CPU devices, and the comparisons that every test of numbers uses."""
+"""Eight CPU devices, programs that compile quickly and once, and the comparisons that every test of numbers uses.
 
+The settings are environment variables, set before JAX starts, so that pytest's workers and the processes that tests
+start have them too.
+"""
+
+import atexit
 import os
-from functools import cache
+import shutil
+import tempfile
+from collections.abc import Iterator
 
+from tests.jax_private import quick_xla_flags
+
+# Compiling is most of the suite's time: nothing here runs long enough to be worth optimising.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ["XLA_FLAGS"] = quick_xla_flags(os.environ.get("XLA_FLAGS", ""))
+# Tests, workers and processes compile many programs that another has compiled before. A folder of the developer's own
+# (JAX_COMPILATION_CACHE_DIR) keeps them for the next session too.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="kimi_jax_tests_")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import jax
 import numpy as np
 import pytest
-from jax._src import compiler
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Of XLA's two ways to write a fusion's code for CPUs, the default runs some 20 MLIR passes over each.
-QUICK = {"xla_cpu_use_fusion_emitters": False}
-XLA_OPTIONS = compiler.get_compile_options
-
-
-@cache
-def known_to_xla() -> bool:
-    """Whether this XLA has the options of QUICK: it refuses what it does not know."""
-    try:
-        jax.jit(lambda: 0).lower().compile(compiler_options=QUICK)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
-
-
-def quick_options(*args, env_options_overrides=None, **kwargs):
-    """What jax tells XLA, and QUICK: jax has a setting for some of XLA's options only. What a jit sets itself wins."""
-    return XLA_OPTIONS(*args, env_options_overrides=QUICK | dict(env_options_overrides or {}), **kwargs)
-
-
-def default_fusions() -> dict[str, bool]:
-    """`compiler_options` of a jit in a quick module whose programs are compared to the last bits."""
-    return dict.fromkeys(QUICK, True) if known_to_xla() else {}
-
-
-def quick_environment() -> dict[str, str]:
-    """Environment variables with which another process compiles quickly."""
-    flags = [os.environ.get("XLA_FLAGS", ""), *(f"--{name}={value}" for name, value in QUICK.items() if known_to_xla())]
-    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join(flags).strip()}
-
-
 # The longest files, longest first: one that starts last would leave the other worker with nothing to do.
 LONGEST = [
-    *("test_mesh_settings", "test_notebooks", "test_train", "test_distributed", "test_meshes", "test_aot"),
-    *("test_checkpoint", "test_qat", "test_k2", "test_model", "test_golden_models", "test_expert", "test_context"),
+    *("test_meshes", "test_train", "test_processes", "test_notebooks", "test_aot", "test_layers", "test_mesh_settings"),
+    *("test_qat", "test_checkpoint", "test_model", "test_golden_models", "test_step", "test_convert", "test_kda"),
+    *("test_k2", "test_packaging", "test_expert", "test_context"),
 ]
 
 
@@ -74,20 +62,18 @@ def rel_to_max(actual, expected) -> float:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compile_quickly(request):
-    """Large graphs compile in a quarter of the time without XLA's optimisations and its MLIR passes over fusions.
-
-    Modules ask with COMPILE_QUICKLY = True.
-    """
-    quick = getattr(request.module, "COMPILE_QUICKLY", False)
-    jax.config.update("jax_disable_most_optimizations", quick)
-    if quick and known_to_xla():
-        compiler.get_compile_options = quick_options
+def forget_programs():
+    """Every executable holds memory maps, of which a process may have 65,530: one that compiles all day crashes."""
     yield
-    compiler.get_compile_options = XLA_OPTIONS
-    jax.config.update("jax_disable_most_optimizations", False)
-    # Every executable holds memory maps, of which a process may have 65,530: one that compiles all day crashes.
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def optimised() -> Iterator[None]:
+    """For modules whose tests look at what XLA's optimisations do: memory, collectives, the last bits."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import pytest
 
 from kimi_jax import cli
 
-COMPILE_QUICKLY = True
-
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 

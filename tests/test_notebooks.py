@@ -14,7 +14,6 @@ import pytest
 from nbclient import NotebookClient
 
 from kimi_jax.store import safetensors_files
-from tests.conftest import quick_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -48,9 +47,6 @@ def test_notebook_equals_its_source(path):
 def run(tmp_path, monkeypatch):
     """Runs a notebook in a kernel of its own, in an empty folder: (its code cells, the folder)."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    for name, value in quick_environment().items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     work = tmp_path / "work"

@@ -36,7 +36,6 @@ torch = pytest.importorskip("torch", reason=EXTRA)
 transformers = pytest.importorskip("transformers", reason=EXTRA)
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")]
-COMPILE_QUICKLY = True
 
 PROMPT, NEW, KEPT = 70, 8, 3
 """Tokens of a prompt, more than a chunk of the recurrence; tokens continued; prompts compared."""

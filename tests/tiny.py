@@ -1,4 +1,4 @@
-"""A config with every part of K3, small enough that a test compiles and trains it in seconds."""
+"""The three families, small enough that a test compiles and trains them in seconds, and a run of one of them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +11,12 @@ from kimi_jax.config import (
     ModelConfig,
     MoEConfig,
     OptimConfig,
+    RoPEConfig,
     Source,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
+MODEL = ModelConfig(  # K3 with every part of it
     vocab_size=260,
     hidden_size=16,
     num_layers=2,
@@ -39,6 +40,25 @@ MODEL = ModelConfig(
         num_experts=4, experts_per_token=2, num_shared_experts=1, hidden_size=8, latent_size=8, latent_norm=True
     ),
 )
+KIMI_LINEAR = replace(
+    MODEL,
+    situ_beta=None,
+    situ_linear_beta=None,
+    attn_res_block_size=None,
+    kda=replace(MODEL.kda, gate_lower_bound=None, full_rank_gate=False),
+    mla=replace(MODEL.mla, q_lora_rank=None, v_head_dim=6, output_gate=False),
+    moe=replace(MODEL.moe, latent_size=None, latent_norm=False, routed_scaling_factor=2.446),
+)
+K2 = replace(
+    KIMI_LINEAR,
+    mla_layers=(0, 1),
+    kda=None,
+    mla=replace(
+        MODEL.mla, output_gate=False, rope=RoPEConfig(theta=100.0, factor=4.0, original_max_position_embeddings=8)
+    ),
+    moe=replace(KIMI_LINEAR.moe, routed_scaling_factor=2.827, aux_loss_alpha=0.1),
+)
+FAMILIES = {"k3": MODEL, "kimi_linear": KIMI_LINEAR, "k2": K2}
 
 
 def config(tmp_path: Path, *, steps: int = 12, name: str = "run", **train) -> Config:

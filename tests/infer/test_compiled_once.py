@@ -16,7 +16,6 @@ from kimi_jax.store.write import save_release
 from tests import tiny
 from tests.store.test_open import save_run
 
-COMPILE_QUICKLY = True
 MODEL = replace(tiny.MODEL, moe=replace(tiny.MODEL.moe, hidden_size=32, latent_size=32))
 
 

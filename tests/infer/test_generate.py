@@ -16,8 +16,6 @@ from kimi_jax.model.param import arrays, with_arrays
 from kimi_jax.ops.quant.qtensor import QTensor
 from tests import tiny
 
-COMPILE_QUICKLY = True
-
 
 @pytest.fixture(scope="module")
 def model():

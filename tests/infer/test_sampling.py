@@ -21,8 +21,6 @@ from kimi_jax.text.tokenizer import ByteTokenizer
 from tests import tiny
 from tests.store.test_open import save_run
 
-COMPILE_QUICKLY = True
-
 
 def one_line(error) -> str:
     message = str(error.value)

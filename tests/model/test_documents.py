@@ -16,8 +16,6 @@ from kimi_jax.model.param import arrays, named_params, with_arrays
 from tests import oracles, tiny
 from tests.conftest import rel_to_rms
 
-COMPILE_QUICKLY = True
-
 K3 = tiny.MODEL
 ROTARY = replace(
     K3,

@@ -12,8 +12,6 @@ from kimi_jax.model.kimi import INTERMEDIATES, Kimi
 from kimi_jax.store.read import load_release
 from tests.conftest import rel_to_rms
 
-COMPILE_QUICKLY = True
-
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOLERANCE = {"k3_tiny": 2e-3, "kimi_linear_tiny": 5e-4}
 CASES = [(name, dtype) for name in TOLERANCE for dtype in ("float32", "float64")]

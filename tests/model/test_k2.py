@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kimi_jax import cli
-from kimi_jax.config import Config, DataConfig, OptimConfig, RoPEConfig, TrainConfig
+from kimi_jax.config import Config, DataConfig, OptimConfig, TrainConfig
 from kimi_jax.model.cache import init_cache
 from kimi_jax.model.kimi import Kimi, bias_layers, clip_rows
 from kimi_jax.model.param import with_arrays
@@ -18,22 +18,11 @@ from kimi_jax.train.step import init_state, make_optimizer, make_step
 from tests import tiny
 from tests.conftest import rel_to_rms
 
-COMPILE_QUICKLY = True
-
 GOLDEN = Path(__file__).parents[1] / "golden" / "k2_tiny"
 LENGTHS = (1, 7, 33, 100)
 TOLERANCE = {"float32": 2e-4, "float64": 1e-6}
 
-SHAPE = replace(
-    tiny.MODEL,
-    mla_layers=(0, 1),
-    kda=None,
-    situ_beta=None,
-    situ_linear_beta=None,
-    attn_res_block_size=None,
-    mla=replace(tiny.MODEL.mla, output_gate=False, rope=RoPEConfig(theta=1e4, factor=4.0)),
-    moe=replace(tiny.MODEL.moe, latent_size=None, latent_norm=False, routed_scaling_factor=2.827, aux_loss_alpha=0.1),
-)
+SHAPE = tiny.K2
 
 
 @jax.jit

@@ -16,8 +16,6 @@ from kimi_jax.model.param import arrays, with_arrays
 from kimi_jax.store import names as released_names
 from tests.conftest import rel_to_max, rel_to_rms
 
-COMPILE_QUICKLY = True
-
 GOLDEN = Path(__file__).parents[1] / "golden"
 DTYPES = ["float32", "float64"]
 CASES = [("kda_layer_op", case) for case in ("k3", "kimi_linear")]

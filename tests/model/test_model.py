@@ -8,36 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.config import KDAConfig, MLAConfig, RoPEConfig, load_config
+from kimi_jax.config import load_config
 from kimi_jax.model.cache import init_cache
 from kimi_jax.model.kimi import Kimi, init
 from kimi_jax.model.param import arrays, with_arrays
 from kimi_jax.model.stacks import segments
 from tests import tiny
-from tests.conftest import default_fusions, rel_to_max, rel_to_rms
+from tests.conftest import rel_to_max, rel_to_rms
+from tests.jax_private import default_fusions
 
-COMPILE_QUICKLY = True
-
-K3 = tiny.MODEL
-KIMI_LINEAR = replace(
-    K3,
-    situ_beta=None,
-    situ_linear_beta=None,
-    attn_res_block_size=None,
-    kda=KDAConfig(num_heads=2, head_dim=8, chunk_size=8),
-    mla=MLAConfig(num_heads=2, q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6),
-    moe=replace(K3.moe, latent_size=None, latent_norm=False, routed_scaling_factor=2.446),
-)
-K2 = replace(
-    KIMI_LINEAR,
-    mla_layers=(0, 1),
-    kda=None,
-    mla=replace(
-        K3.mla, output_gate=False, rope=RoPEConfig(theta=100.0, factor=4.0, original_max_position_embeddings=8)
-    ),
-    moe=replace(KIMI_LINEAR.moe, routed_scaling_factor=2.827, aux_loss_alpha=0.1),
-)
-CONFIGS = {"k3": K3, "kimi_linear": KIMI_LINEAR, "k2": K2}
+K3, KIMI_LINEAR, CONFIGS = tiny.MODEL, tiny.KIMI_LINEAR, tiny.FAMILIES
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -11,8 +11,6 @@ from kimi_jax.ops.attention import attention, latent_attention
 from tests import oracles
 from tests.conftest import rel_to_max, rel_to_rms
 
-COMPILE_QUICKLY = True
-
 DOCUMENTS = np.array([[0, 1, 1, 1, 2, 2, 0, 3, 3, 3, 3], [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]])
 
 

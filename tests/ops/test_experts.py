@@ -13,8 +13,6 @@ from kimi_jax.ops.situ import situ_glu, swiglu
 from tests import oracles
 from tests.conftest import rel_to_max, rel_to_rms
 
-COMPILE_QUICKLY = True
-
 BACKENDS = ("blocks", "ragged")
 situ = partial(situ_glu, beta=4.0, linear_beta=25.0)
 situ_oracle = partial(oracles.situ_glu, beta=4.0, linear_beta=25.0)

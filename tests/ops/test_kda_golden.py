@@ -16,8 +16,6 @@ import pytest
 from kimi_jax.ops.kda import FORMS, decay_gate, kda
 from tests.conftest import rel_to_max, rel_to_rms
 
-COMPILE_QUICKLY = True
-
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "kda_op"
 CASES = json.loads((FOLDER / "meta.json").read_text())["cases"]
 RAW = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")

@@ -19,7 +19,6 @@ from kimi_jax.optim.build import build, update_rms
 from kimi_jax.optim.muon import scale_by_muon
 from tests.conftest import rel_to_rms
 
-COMPILE_QUICKLY = True
 PER_HEAD, TO_HEADS, FROM_HEADS = Muon((-3,), (-1,)), Muon((-3,), (-2, -1)), Muon((-3, -2), (-1,))
 MATRIX = Muon((-2,), (-1,))
 AXES = {"embed": ("fsdp", "expert"), "heads": ("tensor",), "vocab": ("tensor",), "mlp": ("tensor",)}
@@ -56,6 +55,7 @@ MESHES = {
     "tensor4_data2": {"tensor": 4, "data": 2},
     "fsdp2_expert4": {"fsdp": 2, "expert": 4},
     "expert2_tensor2_seq2": {"expert": 2, "tensor": 2, "seq": 2},
+    "seq4_data2": {"seq": 4, "data": 2},
 }
 
 

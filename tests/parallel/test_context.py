@@ -17,8 +17,6 @@ from kimi_jax.ops.attention import latent_attention
 from kimi_jax.parallel import context
 from tests.conftest import rel_to_max
 
-COMPILE_QUICKLY = True
-
 H, K, V, R, NOPE, ROPE, T = 2, 6, 5, 8, 4, 2, 40
 CHUNK = 4  # divides neither 5 nor 10, the spans of 40 tokens over 8 and 4 devices
 MESHES = {

@@ -20,8 +20,6 @@ from kimi_jax.parallel.expert_move import move
 from kimi_jax.parallel.expert_plan import plan, routes
 from tests.conftest import rel_to_max, rel_to_rms
 
-COMPILE_QUICKLY = True
-
 S, K, M, Z, F = 13, 3, 3, 8, 6
 """Tokens of a rank, choices, experts of a rank, widths. S K = 39 does not divide by the block of 8."""
 ROUTINGS = ("uniform", "zipf", "same experts", "one rank empty", "one expert each")

@@ -28,27 +28,20 @@ from kimi_jax.train.folder import folder_size
 from kimi_jax.train.loop import run_training
 from kimi_jax.train.signals import Interrupted, Stop
 from tests import tiny
-from tests.conftest import quick_environment
 from tests.programs.command import HEARTBEAT
-
-COMPILE_QUICKLY = True
 
 ROOT = Path(__file__).resolve().parents[2]
 
-"""Seconds of silence after which a process counts as dead; JAX's default is 100."""
 
-
-def start(configs: tuple[str, str], cache: Path, logs: Path, program="command", **last: str) -> list[subprocess.Popen]:
+def start(configs: tuple[str, str], logs: Path, program="command", **last: str) -> list[subprocess.Popen]:
     """Two processes with four CPU devices each, joined by environment variables; `last` are the last one's own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | quick_environment()
-    environment |= {
+    environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "4",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": "2",
@@ -80,7 +73,7 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
     try:
         # Preempted: the signal reaches one process, both save the same step and call it success.
         both = (str(file), str(file))
-        processes[:] = start(both, tmp_path / "cache", tmp_path, SIGNAL=f"{signal.SIGTERM.value} 4")
+        processes[:] = start(both, tmp_path, SIGNAL=f"{signal.SIGTERM.value} 4")
         assert [process.wait(timeout=120) for process in processes] == [0, 0], output(0) + output(1)
         for index in range(2):
             assert "Stopped and saved at step" in output(index) and "The same command goes on:" in output(index)
@@ -90,7 +83,7 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
         assert (folder / "checkpoints" / str(saved)).is_dir()
 
         # Killed: the other does not wait for ever, and fails.
-        processes[:] = start(both, tmp_path / "cache", tmp_path, SIGNAL=f"{signal.SIGKILL.value} {saved + 4}")
+        processes[:] = start(both, tmp_path, SIGNAL=f"{signal.SIGKILL.value} {saved + 4}")
         assert processes[1].wait(timeout=120) == -signal.SIGKILL, output(0) + output(1)
         began = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
@@ -102,7 +95,7 @@ def test_kill_preempt_restart_and_end_with_the_numbers_of_one_device(tmp_path):
         assert f"Continuing from step {saved}." in output(0) and "Continuing" not in output(1)
 
         # Started again, they end together.
-        processes[:] = start(both, tmp_path / "cache", tmp_path)
+        processes[:] = start(both, tmp_path)
         assert [process.wait(timeout=300) for process in processes] == [0, 0], output(0) + output(1)
     finally:
         for process in processes:
@@ -145,7 +138,7 @@ def test_each_process_reads_what_its_devices_hold_and_trains_from_it(tmp_path):
     two = replace(one, name="two", mesh=Mesh(fsdp=4, expert=2))
     file.write_text(f"from kimi_jax.config import *\nconfig = {two!r}\n")
     what = json.dumps(cases, separators=(",", ":"), default=str)
-    processes = start((f"{file} {what}", f"{file} {what}"), tmp_path / "cache", tmp_path, "read_release")
+    processes = start((f"{file} {what}", f"{file} {what}"), tmp_path, "read_release")
     try:
         run_training(one)
         assert [process.wait(timeout=300) for process in processes] == [0, 0], [
@@ -180,7 +173,7 @@ def test_what_one_process_refuses_ends_all_at_once(tmp_path):
     files = {name: str(tmp_path / f"{name}.py") for name in ("good", "other", "absent")}
 
     def end(attempts, script) -> tuple[list[int], list[str]]:
-        processes = start(attempts, tmp_path / "cache", tmp_path, script)
+        processes = start(attempts, tmp_path, script)
         try:
             statuses = [process.wait(timeout=60) for process in processes]  # JAX alone would wait for 300 s
         finally:

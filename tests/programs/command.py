@@ -2,10 +2,10 @@
 
 import os
 
-import tests.programs.shared_cache  # noqa: F401
 from kimi_jax import cli
 from kimi_jax.parallel import processes
 from kimi_jax.train import metrics
+from tests.jax_private import share_compiled_programs_between_processes
 
 HEARTBEAT = 10
 """Seconds after which a process that is gone is missed."""
@@ -21,6 +21,7 @@ def main() -> None:
                 os.kill(os.getpid(), number)
 
         metrics.Metrics.write = write_and_signal
+    share_compiled_programs_between_processes()
     processes.initialize(heartbeat_timeout_seconds=HEARTBEAT)
     cli.main()
 

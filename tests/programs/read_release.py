@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 
-import tests.programs.shared_cache  # noqa: F401
 from kimi_jax import load_config
 from kimi_jax.config import Mesh
 from kimi_jax.model.param import arrays
@@ -21,6 +20,7 @@ from kimi_jax.store import names as released_names
 from kimi_jax.store import read as reader
 from kimi_jax.store.open import open_model
 from kimi_jax.train.loop import run_training
+from tests.jax_private import share_compiled_programs_between_processes
 from tests.programs.command import HEARTBEAT
 
 kept = []  # what was mapped or decoded: (address, bytes, name), alive so that no address comes twice
@@ -110,6 +110,7 @@ def compare(values, whole):
 
 def main() -> None:
     global total
+    share_compiled_programs_between_processes()
     processes.initialize(heartbeat_timeout_seconds=HEARTBEAT)
     config, cases = sys.argv[2], json.loads(sys.argv[3])
     wholes = {}

@@ -26,9 +26,7 @@ from kimi_jax.train import metrics
 from kimi_jax.train.loop import run_training
 from kimi_jax.train.step import training_step
 from tests import parity, tiny
-from tests.conftest import default_fusions
-
-COMPILE_QUICKLY = True
+from tests.jax_private import default_fusions
 
 WIDE = replace(tiny.MODEL, moe=replace(tiny.MODEL.moe, hidden_size=64, latent_size=64))
 

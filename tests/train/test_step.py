@@ -17,8 +17,6 @@ from kimi_jax.train.step import init_state, make_eval_step, make_optimizer, make
 from tests import tiny
 from tests.conftest import rel_to_max
 
-COMPILE_QUICKLY = True
-
 BASE = tiny.config(Path(mkdtemp()), steps=20)
 
 
