@@ -21,8 +21,6 @@ from kimi_jax.train.signals import Interrupted
 from kimi_jax.train.step import abstract_state, make_optimizer
 from tests import tiny
 
-COMPILE_QUICKLY = True
-
 ROOT = Path(__file__).resolve().parents[2]
 EIGHT = Mesh(fsdp=2, expert=4)
 

@@ -21,8 +21,6 @@ from tests.store.test_convert import files_of
 from tests.store.test_hostile_release import release
 from tests.store.test_release import mxfp4_directory
 
-COMPILE_QUICKLY = True
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):

@@ -33,8 +33,6 @@ from kimi_jax.train.loop import run_training
 from tests import tiny
 from tests.store.test_release import GOLDEN, mxfp4_directory, read, read_file
 
-COMPILE_QUICKLY = True
-
 ROOT = Path(__file__).resolve().parents[2]
 VISION = {
     "vision_tower.patch_embed.proj.weight": np.arange(24, dtype=np.float32).reshape(2, 3, 2, 2),

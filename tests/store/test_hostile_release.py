@@ -26,8 +26,6 @@ from tests import tiny
 from tests.store.test_convert import a_run, files_of, save_tensors, tensors_of
 from tests.store.test_release import GOLDEN, read_file
 
-COMPILE_QUICKLY = True
-
 ERRORS = (ConfigError, CheckpointError, FileError)
 
 

@@ -17,8 +17,6 @@ from kimi_jax.store.write import save_release
 from kimi_jax.text.tokenizer import ByteTokenizer
 from tests import tiny
 
-COMPILE_QUICKLY = True
-
 MODEL = replace(tiny.MODEL, moe=replace(tiny.MODEL.moe, hidden_size=32, latent_size=32))
 
 

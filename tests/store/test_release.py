@@ -27,8 +27,6 @@ from kimi_jax.store.write import save_release
 from tests import tiny
 from tests.conftest import rel_to_rms
 
-COMPILE_QUICKLY = True
-
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ["k3_tiny", "kimi_linear_tiny", "k2_tiny"]
 

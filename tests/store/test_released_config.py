@@ -20,8 +20,6 @@ from kimi_jax.store.write import save_release
 from tests.conftest import rel_to_rms
 from tests.store.test_release import GOLDEN, NAMES
 
-COMPILE_QUICKLY = True
-
 YARN = {
     "factor": 32.0,
     "original_max_position_embeddings": 4096,

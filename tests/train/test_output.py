@@ -12,7 +12,6 @@ from rich.console import Console
 
 from kimi_jax.train.display import Display, degrade, print_summary
 from tests import tiny
-from tests.conftest import quick_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 FINAL = {"bits_per_byte": 2.0, "xz_bits_per_byte": 3.0}
@@ -64,7 +63,6 @@ def test_a_run_in_a_c_locale(tmp_path):
     file = tmp_path / "config.py"
     file.write_text(f"from kimi_jax.config import *\nconfig = {config!r}\n", encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name not in ("LANG", "PYTHONIOENCODING")}
-    environment |= quick_environment()
     environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.programs.c_locale", str(file)]
     done = subprocess.run(command, env=environment, capture_output=True)

@@ -17,8 +17,6 @@ from kimi_jax.train.resume import check_same, check_saved, check_start, final_re
 from kimi_jax.train.signals import resume_command
 from tests import tiny
 
-COMPILE_QUICKLY = True
-
 
 def records(last: int) -> list[dict]:
     return [{"step": step, "kind": "train"} for step in range(1, last + 1)]
