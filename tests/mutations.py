@@ -1,21 +1,20 @@
 """Puts one-line faults into a copy of the package, one at a time, and sees whether the fast tests of that room fail.
 
-A fault that no test notices marks a line that may be broken by the next edit. The faults are in `mutants.toml`; what came
-of them is in `docs/mutations.md`. As a script, it prints a table; its exit code is 1 if a fault survives:
+A fault that no test notices marks a line that may be broken by the next edit. The faults are in `mutants.toml`; what
+came of them is in `docs/mutations.md`. As a script, it prints a table; its exit code is 1 if a fault survives:
 
     python tests/mutations.py --room ops
     python tests/mutations.py --only kda-no-reset,yarn-no-rounding
     pytest tests/mutations.py -m slow -n0
 
-Tests run with `-x`, those of the module with the fault first, then files from cheap to dear; one JAX compilation cache
-serves all, so that only what a fault changes is compiled again. The copy without a fault must pass first.
+Tests run with `-x`, files that are called like the module with the fault first, then the others by length; one JAX
+compilation cache serves all, so that only what a fault changes is compiled again. Each test that failed must pass in a
+copy without a fault, or the run is void.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
 import queue
 import shutil
@@ -35,9 +34,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 FAULTS = Path(__file__).with_name("mutants.toml")
 WORK = Path(tempfile.gettempdir()) / "kimi-jax-mutations"
-"""Copies, costs of test files, and the compilation cache; may be deleted at any time."""
+"""Copies and the compilation cache; may be deleted at any time."""
 LIMIT_S = 1200
 """Of one run of a room's tests; a fault that makes them hang is caught."""
+TIME_LIMIT = "(time limit)"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Mutant:
 class Outcome:
     mutant: Mutant
     caught_by: str | None
-    """First test that failed; None where the fault survived."""
+    """First test that failed, or `TIME_LIMIT`; None where the fault survived."""
     seconds: float
 
 
@@ -110,8 +110,8 @@ def copy_of_repository(target: Path) -> Path:
     return target
 
 
-def run_tests(copy: Path, tests: list[str], *options: str) -> tuple[int | None, list[tuple[str, str, float, bool]]]:
-    """Runs pytest in a copy: (exit code, or None past the time limit; file, test, seconds and failure of each test)."""
+def run_tests(copy: Path, tests: list[str], *options: str) -> tuple[int | None, list[str]]:
+    """Runs pytest in a copy: its exit code, or None past the time limit, and the tests that failed."""
     report = copy / "report.xml"
     report.unlink(missing_ok=True)
     env = os.environ | {
@@ -124,7 +124,7 @@ def run_tests(copy: Path, tests: list[str], *options: str) -> tuple[int | None, 
     command = [sys.executable, "-m", "pytest", *tests, "-q", "-n0", "-m", "not slow", "-p", "no:cacheprovider"]
     with open(copy / "output.txt", "w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [*command, f"--junitxml={report}", "-o", "junit_family=xunit1", "--durations=0", *options],
+            [*command, f"--junitxml={report}", "-o", "junit_family=xunit1", *options],
             cwd=copy,
             env=env,
             stdout=output,
@@ -137,99 +137,78 @@ def run_tests(copy: Path, tests: list[str], *options: str) -> tuple[int | None, 
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             code = None
-    if not report.is_file():
-        return code, []
-    cases = ElementTree.parse(report).iter("testcase")
-    return code, [
-        (
-            case.get("file", ""),
-            case.get("name", ""),
-            float(case.get("time", 0)),
-            any(child.tag in ("failure", "error") for child in case),
-        )
-        for case in cases
-    ]
+    cases = ElementTree.parse(report).iter("testcase") if report.is_file() else []
+    failed = [case for case in cases if any(child.tag in ("failure", "error") for child in case)]
+    return code, [f"{case.get('file')}::{case.get('name')}" for case in failed]
 
 
-def fingerprint() -> str:
-    """A hash of the package and its tests."""
-    digest = hashlib.blake2b(digest_size=8)
-    for folder in ("kimi_jax", "configs", "tests"):
-        for path in sorted((REPOSITORY / folder).rglob("*.py")):
-            digest.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
+def in_order(mutant: Mutant, copy: Path) -> list[str]:
+    """The room's test files, those called like the module first, then short ones first."""
+    stem = Path(mutant.file).stem
+    files = list((copy / "tests" / mutant.room).rglob("test_*.py"))
+    files.sort(key=lambda file: (stem not in file.stem, file.stat().st_size))
+    return [file.relative_to(copy).as_posix() for file in files]
 
 
-def baseline(room: str) -> dict[str, float]:
-    """Seconds of each test file of a room, which passes without a fault: seen now, or before with the same files.
-
-    Raises:
-        Void: it does not pass.
-    """
-    known = WORK / f"baseline-{room}-{fingerprint()}.json"
-    if known.is_file():
-        return json.loads(known.read_text(encoding="utf-8"))
-    copy = copy_of_repository(WORK / f"baseline-{room}")
-    code, cases = run_tests(copy, [f"tests/{room}"])
-    if code != 0:
-        failed = [f"{file}::{name}" for file, name, _, bad in cases if bad]
-        raise Void(f"without a fault, tests/{room} ends with {code}: {failed or copy / 'output.txt'}")
-    costs: dict[str, float] = {}
-    for file, _, seconds, _ in cases:
-        costs[file] = costs.get(file, 0.0) + seconds
-    known.write_text(json.dumps(costs), encoding="utf-8")
-    return costs
-
-
-def judge(mutant: Mutant, copy: Path, costs: dict[str, float]) -> Outcome:
+def judge(mutant: Mutant, copy: Path) -> Outcome:
     """Whether the room's tests notice a fault, in a copy that is clean before and after."""
-    path, stem = copy / mutant.file, Path(mutant.file).stem
+    path = copy / mutant.file
     clean = path.read_text(encoding="utf-8")
     path.write_text(mutated(mutant, clean), encoding="utf-8")
     begin = time.monotonic()
     try:
-        own = [file for file in costs if stem in Path(file).stem]
-        order = sorted(costs, key=lambda file: (file not in own, costs[file]))
-        code, cases = run_tests(copy, order, "-x")
+        code, failed = run_tests(copy, in_order(mutant, copy), "-x")
     finally:
         path.write_text(clean, encoding="utf-8")
-    failed = [f"{file}::{name}" for file, name, _, bad in cases if bad]
     if code is None:
-        failed = ["(time limit)"]
-    elif code != 0 and not failed:
-        failed = [f"(pytest ends with {code})"]
+        failed = [TIME_LIMIT]
+    elif code not in (0, 1) or (code == 1 and not failed):
+        raise Void(f"{mutant.id}: pytest ends with {code}; see {copy / 'output.txt'}")
     return Outcome(mutant, failed[0] if failed else None, time.monotonic() - begin)
+
+
+def check_clean(outcomes: list[Outcome], copy: Path) -> None:
+    """Runs the tests that caught something in a copy without a fault.
+
+    Raises:
+        Void: one of them fails.
+    """
+    tests = sorted({o.caught_by for o in outcomes if o.caught_by is not None and "::" in o.caught_by})
+    if tests:
+        code, failed = run_tests(copy, tests)
+        if code != 0:
+            raise Void(f"without a fault pytest ends with {code}: {failed or copy / 'output.txt'}")
 
 
 def run(chosen: list[Mutant], jobs: int = 1, on_outcome=lambda outcome: None) -> list[Outcome]:
     """Judges faults, `jobs` at a time.
 
     Raises:
-        Void: a fault is not in the code, or the tests fail without one.
+        Void: a fault is not in the code, or a test fails without one.
     """
     WORK.mkdir(parents=True, exist_ok=True)
     for mutant in chosen:
         mutated(mutant, (REPOSITORY / mutant.file).read_text(encoding="utf-8"))
-    costs = {room: baseline(room) for room in dict.fromkeys(mutant.room for mutant in chosen)}
+    made = [copy_of_repository(WORK / f"copy-{os.getpid()}-{number}") for number in range(jobs)]
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
-    for number in range(jobs):
-        copies.put(copy_of_repository(WORK / f"copy-{os.getpid()}-{number}"))
+    for copy in made:
+        copies.put(copy)
 
     def one(mutant: Mutant) -> Outcome:
         copy = copies.get()
         try:
-            outcome = judge(mutant, copy, costs[mutant.room])
+            outcome = judge(mutant, copy)
         finally:
             copies.put(copy)
         on_outcome(outcome)
         return outcome
 
-    try:
-        with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(one, chosen))
-    finally:
-        while not copies.empty():
-            shutil.rmtree(copies.get(), ignore_errors=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        outcomes = list(pool.map(one, chosen))
+    check_clean(outcomes, made[0])
+    for copy in made:  # kept where something went wrong: its output says what
+        shutil.rmtree(copy)
+    return outcomes
 
 
 def row(outcome: Outcome) -> str:
