@@ -50,7 +50,10 @@ class OptimConfig:
         check_finite(self, "learning_rate", "qk_clip", "balance_rate")
         check_finite(self, "weight_decay", zero=True)
         check(0 <= self.warmup_fraction < 1, f"warmup_fraction={self.warmup_fraction} must lie in [0, 1); change it")
-        check(self.schedule_from >= 0, f"schedule_from={self.schedule_from} must not be negative; set it to 0 or more")
+        check(
+            0 <= self.schedule_from <= LARGEST,
+            f"schedule_from={self.schedule_from} must lie between 0 and {LARGEST:,}; change it",
+        )
         for name in ("momentum", "adam_b1", "adam_b2"):
             value = getattr(self, name)
             check(0 <= value < 1, f"{name}={value} must lie in [0, 1); change it")

@@ -66,6 +66,12 @@ REFUSED = [
     ("model", {"bos_token_id": 4096}, "bos_token_id=4096 is outside the vocabulary of 4096"),
     ("model", {"eos_token_id": -1}, "eos_token_id=-1 is outside the vocabulary of 4096"),
     ("model", {"pad_token_id": 5000}, "pad_token_id=5000 is outside the vocabulary of 4096"),
+    ("optim", {"schedule_from": -1}, "schedule_from=-1 must lie between 0 and 2,147,483,647"),
+    (
+        "",
+        {"optim": dataclasses.replace(TINY.optim, schedule_from=TINY.train.steps)},
+        "optim.schedule_from=240 must be below train.steps=240; raise train.steps",
+    ),
     ("optim", {"learning_rate": 0.0}, "learning_rate=0.0 must be above 0 and finite"),
     ("optim", {"learning_rate": float("nan")}, "learning_rate=nan must be above 0 and finite"),
     ("optim", {"warmup_fraction": 1.0}, "warmup_fraction=1.0 must lie in [0, 1)"),
@@ -505,7 +511,16 @@ def test_real_configs_have_every_released_value(name, released):
 
 def test_every_model_setting_is_released_or_ours():
     """A new setting of the model belongs in the released tables above, or here."""
-    ours = {"chunk_size", "param_dtype", "remat", "balance", "transport", "weight_format", "activation_format"}
+    ours = {
+        "chunk_size",
+        "param_dtype",
+        "remat",
+        "balance",
+        "transport",
+        "weight_format",
+        "activation_format",
+        "release",
+    }
     settings = {
         field.name
         for part in (ModelConfig, KDAConfig, MLAConfig, RoPEConfig, MoEConfig)
