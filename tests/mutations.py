@@ -7,9 +7,9 @@ came of them is in `docs/mutations.md`. As a script, it prints a table; its exit
     python tests/mutations.py --only kda-no-reset,yarn-no-rounding
     pytest tests/mutations.py -m slow -n0
 
-Tests run with `-x`, files that are called like the module with the fault first, then the others by length; one JAX
-compilation cache serves all, so that only what a fault changes is compiled again. Each test that failed must pass in a
-copy without a fault, or the run is void.
+Tests run with `-x`: the one that noticed the fault before, then the room's, files that are called like the module with
+the fault first and the others by length. One JAX compilation cache serves all, so that only what a fault changes is
+compiled again. Each test that failed must pass in a copy without a fault, or the run is void.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Mutant:
     old: str
     new: str
     breaks: str
+    caught_by: str = ""
+    """The test that noticed it before, if any: it runs first."""
 
     @property
     def room(self) -> str:
@@ -157,7 +159,9 @@ def judge(mutant: Mutant, copy: Path) -> Outcome:
     path.write_text(mutated(mutant, clean), encoding="utf-8")
     begin = time.monotonic()
     try:
-        code, failed = run_tests(copy, in_order(mutant, copy), "-x")
+        code, failed = run_tests(copy, [mutant.caught_by], "-x") if mutant.caught_by else (0, [])
+        if code == 0:
+            code, failed = run_tests(copy, in_order(mutant, copy), "-x")
     finally:
         path.write_text(clean, encoding="utf-8")
     if code is None:
