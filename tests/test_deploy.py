@@ -27,7 +27,7 @@ def asked(monkeypatch):
 
     def parse(arguments: str):
         configs = []
-        monkeypatch.setattr(loop, "run_training", lambda config, restart: configs.append(config))
+        monkeypatch.setattr(loop, "run_training", lambda config, **options: configs.append(config))
         cli.train(shlex.split(arguments))
         return configs[0]
 

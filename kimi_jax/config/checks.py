@@ -71,7 +71,9 @@ def check_text(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and SURROGATE.search(value):
-            raise ConfigError(f"{type(config).__name__}.{name}={shown(value)} is not UTF-8; write it in UTF-8")
+            raise ConfigError(
+                f"{type(config).__name__}.{name}={shown(value)} is not UTF-8; write it in UTF-8, under a UTF-8 locale"
+            )
 
 
 def check_types(config: object) -> None:

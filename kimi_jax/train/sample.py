@@ -22,13 +22,6 @@ def check_sample(config: Config, tokenizer: Tokenizer) -> None:
     if count == 0:
         return
     try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"train.sample_prompt={prompt!r} has a character that is not text, at {error.start}: it was given in "
-            "another encoding than the locale's; set a UTF-8 locale, or choose another prompt"
-        ) from error
-    try:
         tokens = len(tokenizer.encode(prompt))
     except Exception as error:  # the tokenizers library raises plain Exception for what its vocabulary lacks
         raise ConfigError(

@@ -15,6 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from kimi_jax.ops.experts import expert_mlp
 from kimi_jax.ops.quant.qtensor import QTensor
 from kimi_jax.ops.situ import swiglu
+from kimi_jax.parallel import expert_plan
 from kimi_jax.parallel.expert import expert_parallel_mlp
 from kimi_jax.parallel.expert_move import move
 from kimi_jax.parallel.expert_plan import plan, routes
@@ -79,7 +80,7 @@ def test_plan_without_balance_leaves_rows_at_home():
         plan.alloc, np.where(np.arange(12)[:, None] // 3 == np.arange(4), counts.sum(0)[:, None], 0)
     )
     with pytest.raises(ValueError, match="unknown"):
-        plan(jnp.asarray(counts), "half")  # pyright: ignore
+        expert_plan.plan(jnp.asarray(counts), "half")  # pyright: ignore
 
 
 def test_ties_are_broken_by_number():

@@ -2,7 +2,6 @@
 
 import sys
 
-import tests.programs.shared_cache  # noqa: F401
 from kimi_jax import cli
 
 

@@ -172,7 +172,7 @@ def test_a_folder_renamed_meanwhile_takes_its_lock_along(tmp_path):
     assert other.is_file()
 
 
-@pytest.mark.parametrize("name", ["file/below", "x" * 300, "\ud800", "a\0b", "/proc/none"])
+@pytest.mark.parametrize("name", ["file/below", "x" * 300, "/proc/none"])
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, name):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write to .*; choose another --train.runs-dir") as rejected:

@@ -97,8 +97,8 @@ def test_a_run_reports_damage_before_anything_else_is_checked(tmp_path, capsys):
     folder = tmp_path / "runs" / "run"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_bytes(b"garbage\n")
-    with pytest.raises(ConfigError, match="is not text"):
-        run_training(tiny.config(tmp_path, sample_prompt="\udc80"))
+    with pytest.raises(ConfigError, match="sample_tokens=1000000000 after a prompt"):
+        run_training(tiny.config(tmp_path, sample_tokens=10**9))
     assert f"{folder / 'metrics.jsonl'}: skipped 1 damaged line; 0 are whole" in capsys.readouterr().out
 
 

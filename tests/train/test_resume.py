@@ -102,7 +102,7 @@ def test_a_schedule_that_begins_later_is_the_schedule_of_the_steps_that_follow()
 
 
 @pytest.mark.parametrize(
-    ("begin", "message"), [(-1, "schedule_from=-1 must not be"), (12, "schedule_from=12 must be below")]
+    ("begin", "message"), [(-1, "schedule_from=-1 must lie between 0 and"), (12, "schedule_from=12 must be below")]
 )
 def test_schedules_that_begin_nowhere(tmp_path, begin, message):
     with pytest.raises(ConfigError, match=message):

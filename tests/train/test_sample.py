@@ -26,7 +26,7 @@ def config(tmp_path):
     return tiny.with_model(tiny.config(tmp_path), max_position_embeddings=32)
 
 
-@pytest.mark.parametrize(("tokens", "prompt"), [(27, "the "), (31, ""), (0, "the "), (0, "\udcc3"), (30, "t")])
+@pytest.mark.parametrize(("tokens", "prompt"), [(27, "the "), (31, ""), (0, "the "), (30, "t")])
 def test_samples_that_fit(config, tokens, prompt):
     check_sample(tiny.with_train(config, sample_tokens=tokens, sample_prompt=prompt), ByteTokenizer())
 
@@ -37,7 +37,6 @@ def test_samples_that_fit(config, tokens, prompt):
         (28, "the ", r"sample_tokens=28 after a prompt of 5 tokens .*max_position_embeddings=32; set it to at most 27"),
         (32, "", r"sample_tokens=32 after a prompt of 1 tokens .*at most 31"),
         (1, "x" * 99, r"sample_tokens=1 after a prompt of 100 tokens .*at most 0"),
-        (4, "\udcc3\udca9", r"sample_prompt='\\udcc3\\udca9' has a character that is not text, at 0: .*UTF-8 locale"),
     ],
 )
 def test_samples_that_are_rejected_before_the_first_step(config, tmp_path, tokens, prompt, message):

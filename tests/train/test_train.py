@@ -380,7 +380,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path):
             1,
             "set train.accumulation to one of",
         ),
-        (("tran",), 1, "unknown command 'tran'"),
+        (("tran",), 2, "unknown command 'tran'"),
         (("eval", "--checkpoint", "nowhere"), 1, "no checkpoint in nowhere"),
         (("generate", "--checkpoint", "nowhere", "--prompt", "x"), 1, "no checkpoint in nowhere"),
     ],
