@@ -332,18 +332,12 @@ class _plain_errors:
             sys.exit(130)
         elif isinstance(error, BrokenPipeError) and _reader_is_gone():
             _end_quietly()
-        elif isinstance(error, ConfigError | files.FileError | _checkpoint_error()):
+        elif isinstance(error, ConfigError | files.FileError):
             _fail(str(error))
         elif isinstance(error, OSError):
             named = isinstance(error.filename, str | bytes)
             path, doing = (os.fsdecode(error.filename), "use") if named else ("a file or the output", "read or write")
             _fail(str(files.problem(error, path, doing)))
-
-
-def _checkpoint_error() -> type[Exception]:
-    """CheckpointError, whose module needs JAX; where that was not imported, nothing raised it."""
-    module = sys.modules.get("kimi_jax.store.safetensors_files")
-    return ConfigError if module is None else module.CheckpointError
 
 
 def _flush(leaving: SystemExit | None) -> None:

@@ -41,7 +41,7 @@ BLOCK = 64 * 2**20
 """Bytes read or written at a time."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(FileError, ValueError):
     """A checkpoint directory that cannot be used. The message names every offending file or tensor."""
 
 

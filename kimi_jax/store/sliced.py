@@ -85,10 +85,11 @@ def _mapped(folder: Path, step: Step) -> Stored:
     try:
         about = files.read_json(folder / ZARR)
         shape, chunk, dtype = tuple(about["shape"]), tuple(about["chunks"]), jnp.dtype(about["dtype"])
-        if about["compressor"] is not None:
-            raise CheckpointError(f"{folder / ZARR} is of compressed chunks, which no conversion here writes")
+        compressed = about["compressor"] is not None
     except (FileError, KeyError, TypeError) as error:
         raise damage(step.root.parent, int(step.root.name), f"{ITEM}/{folder.name}/{ZARR}: {error}") from error
+    if compressed:
+        raise CheckpointError(f"{folder / ZARR} is of compressed chunks, which no conversion here writes")
 
     def data_of(at: tuple[int, ...]) -> np.ndarray:
         file = folder / ".".join(map(str, at))
