@@ -59,7 +59,7 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
     the block raises, the old file stays as it was.
 
     Raises:
-        FileError: the operating system refuses.
+        FileError: the operating system does not allow it.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}{PARTIAL}")  # always the same, so that what a crash leaves is used again

@@ -66,7 +66,7 @@ def convert(
     Raises:
         CheckpointError, ConfigError: a source that is not whole or not of the family, a target that exists or that
             another process is writing; bytes that differ, with `verify`.
-        FileError: the disk is too small, or the operating system refuses.
+        FileError: the disk is too small, or the operating system does not allow it.
     """
     source, target = Path(source), Path(target).absolute()
     console = console or Console(stderr=True, highlight=False)
@@ -86,7 +86,7 @@ def _is_there(source: Path, target: Path) -> bool:
     """Whether the target is a folder with something in it; and whether both paths can be looked at.
 
     Raises:
-        FileError: the operating system refuses, as for a name that is too long or a path through a file.
+        FileError: the operating system does not allow it, as for a name that is too long or a path through a file.
     """
     for path, doing in ((source, "read"), (target, "write")):
         try:

@@ -103,7 +103,7 @@ def pending(target: Path, plan: list[Any], needed: int) -> Iterator[Pending]:
 
     Raises:
         CheckpointError: the name is taken; another process is writing it.
-        FileError: the disk is too small, or the operating system refuses.
+        FileError: the disk is too small, or the operating system does not allow it.
     """
     check_new(target)
     partial = partial_of(target)

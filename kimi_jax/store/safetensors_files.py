@@ -332,7 +332,7 @@ def write(file: Path, shard: Shard, blocks: Iterable[np.ndarray]) -> str:
 
     Raises:
         ValueError: more or less data than the header describes.
-        FileError: the operating system refuses.
+        FileError: the operating system does not allow it.
     """
     digest = xxhash.xxh3_64(shard.header)
     with files.writing(file) as handle:

@@ -200,7 +200,7 @@ def save_release(
     Raises:
         CheckpointError: `path` exists and is not an empty directory, its temporary name `PATH.partial` is taken, or a
             matrix is one that the format cannot hold.
-        FileError: the disk is too small, or the operating system refuses.
+        FileError: the disk is too small, or the operating system does not allow it.
     """
     path = Path(path).absolute()
     if _model_alone(config) != _model_alone(model.config):
